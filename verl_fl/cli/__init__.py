@@ -1,0 +1,1 @@
+"""The command ``verl-fl``. Importing it loads nothing heavy; each command imports what it needs when it runs."""

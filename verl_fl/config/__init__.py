@@ -1,0 +1,1 @@
+"""Hydra groups: ``fl=cpu`` today, one per platform later."""

@@ -1,0 +1,1 @@
+"""Who trains? Stock FSDP engines on every platform."""

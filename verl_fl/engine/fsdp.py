@@ -1,0 +1,64 @@
+"""Stock FSDP engines, registered for the platforms that verl-fl brings.
+
+Imported only from the post-import hook on verl's own FSDP engine: importing that module fixes the platform.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+from verl_fl import _env, _verl
+from verl_fl.platform.manager import platform_classes
+
+logger = logging.getLogger("verl_fl.engine")
+
+
+class _OnAnyPlatform:
+    """Sets up the process for its platform, then is the stock engine."""
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        if engine_config.strategy == "fsdp" and not (supported := _verl.supports("fsdp1"))[0]:
+            logger.warning("engine: strategy=fsdp runs as fsdp2 here: %s", supported[1])
+            object.__setattr__(engine_config, "strategy", "fsdp2")
+        use_cores(local_world_size=int(os.environ.get("RAY_LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+
+class LMHeadEngine(_OnAnyPlatform, FSDPEngineWithLMHead):
+    """Actor and reference model."""
+
+
+class ValueHeadEngine(_OnAnyPlatform, FSDPEngineWithValueHead):
+    """Critic."""
+
+
+def use_cores(local_world_size: int) -> int:
+    """Give torch this process's share of the node's cores, and return the number of threads.
+
+    Ray starts every worker with ``OMP_NUM_THREADS=1``; on a CPU platform that leaves all other cores idle.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = int(_env.read(_env.NUM_THREADS) or max(1, cores // local_world_size))
+    if _verl.current_platform().device_name == "cpu":
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
+def register() -> None:
+    """Register both engines for every platform of ours that verl has none for. Idempotent."""
+    for platform_cls in platform_classes().values():
+        for model_type, engine_cls in (("language_model", LMHeadEngine), ("value_model", ValueHeadEngine)):
+            _register(model_type, engine_cls, platform_cls.device_name)
+
+
+def _register(model_type: str, engine_cls: type, device: str) -> None:
+    table = EngineRegistry._engines.get(model_type, {})
+    for backend in ("fsdp", "fsdp2"):
+        if device not in table.get(backend, {}):
+            EngineRegistry.register(model_type=model_type, backend=backend, device=device)(engine_cls)

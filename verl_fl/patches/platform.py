@@ -1,0 +1,104 @@
+"""verl's own platform lookup, sent through verl-fl's detection."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from verl_fl import _env, _verl
+from verl_fl.patches.ledger import patch
+from verl_fl.platform.base import Probe
+from verl_fl.platform.manager import Detection, detect, platform_classes
+
+logger = logging.getLogger("verl_fl.platform")
+
+
+def detection() -> Detection:
+    """Detect over verl-fl's platforms and all others in verl's registry."""
+    from verl.plugin.platform.platform_manager import PlatformRegistry
+
+    ours = platform_classes()
+    foreign = {
+        name: functools.partial(_probe_stock, PlatformRegistry.get(name))
+        for name in PlatformRegistry.registered_names()
+        if name not in ours
+    }
+    aliases = {"cuda": "nvidia", "npu": "huawei", "rocm": "amd"}
+    return detect(foreign, {alias: name for alias, name in aliases.items() if name in foreign})
+
+
+def _probe_stock(platform_cls: Any) -> Probe:
+    found = bool(platform_cls().is_platform_available(use_smi_check=True))
+    return Probe(found=found, reason=f"verl's {platform_cls.__name__}.is_platform_available()")
+
+
+@patch(
+    target="verl.plugin.platform.platform_manager:_detect_platform_name",
+    why="verl has no cpu platform and falls back to nvidia on a machine without accelerators; its detection gives no "
+    "reasons and takes the first of two vendors",
+    reference="case head-without-device; verl/plugin/platform/platform_manager.py",
+    remove_when="verl's detection separates identity from visibility and falls back to cpu",
+)
+def platform_detection(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _detect_platform_name() -> str:
+        found = detection()
+        logger.info("platform: %s (%s)", found.name, found.reason)
+        return found.name
+
+    return _detect_platform_name
+
+
+@patch(
+    target="verl.utils.device:auto_set_device",
+    why="verl overwrites trainer.device=cpu with whatever it detects, and leaves 'cuda' in place on a CPU",
+    reference="case head-without-device; verl/utils/device.py",
+    remove_when="verl treats an explicit cpu as a choice and follows the platform otherwise",
+)
+def explicit_device(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def auto_set_device(config: Any) -> None:
+        device = getattr(getattr(config, "trainer", None), "device", None)
+        if device is None:
+            return
+        name = _verl.current_platform().device_name
+        if device == "cpu" and name != "cpu":
+            from verl.plugin.platform import platform_manager, set_platform
+
+            logger.warning("platform: cpu instead of %s, because trainer.device=cpu was given", name)
+            set_platform(platform_manager.PlatformRegistry.get("cpu")())
+        elif device != name:
+            config.trainer.device = name
+
+    return auto_set_device
+
+
+@patch(
+    target="verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
+    why="verl does not tell its workers which platform the driver was told to use, and may hand the driver's own "
+    "device mask to workers on other nodes",
+    reference="cases plugin-in-workers and leaked-mask; verl/trainer/constants_ppo.py",
+    remove_when="verl forwards VERL_PLATFORM as a wish and never forwards a visibility mask",
+)
+def runtime_environment(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def get_ppo_ray_runtime_env(*args: Any, **kwargs: Any) -> dict:
+        runtime_env = original(*args, **kwargs)
+        env_vars = runtime_env.setdefault("env_vars", {})
+        for name in [name for name in env_vars if _is_mask(name)]:
+            del env_vars[name]
+        found = detection()
+        if found.explicit:
+            env_vars[_env.DRIVER_PLATFORM] = found.name
+        env_vars.update({name: _env.read(name) for name in _env.FORWARDED if _env.read(name)})
+        return runtime_env
+
+    return get_ppo_ray_runtime_env
+
+
+def _is_mask(name: str) -> bool:
+    return name.endswith(("_VISIBLE_DEVICES", "_VISIBLE_MODULES", "_VISIBLE_CORES", "_VISIBLE_CHIPS")) and (
+        not name.startswith("RAY_EXPERIMENTAL_NOSET_")
+    )

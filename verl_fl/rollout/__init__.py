@@ -1,0 +1,1 @@
+"""Rollout engines that verl-fl adds to verl."""

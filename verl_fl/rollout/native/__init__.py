@@ -1,0 +1,1 @@
+"""The built-in rollout engine: continuous batching over any Hugging Face causal LM, in plain torch."""

@@ -1,0 +1,90 @@
+"""The built-in rollout as a verl replica: which actor it starts, where, and with how many cores."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.net_utils import is_valid_ipv6_address
+from verl.workers.config import HFModelConfig
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+
+from verl_fl import _env
+from verl_fl._errors import explain
+from verl_fl.rollout.native.server import NativeServer
+
+
+class NativeReplica(RolloutReplica):
+    """One :class:`NativeServer` beside the worker that feeds it weights.
+
+    Raises:
+        ValueError: a parallel size above one, which the built-in rollout does not have.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.world_size != 1:
+            sizes = {
+                name: getattr(self.config, name)
+                for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+            }
+            raise ValueError(
+                explain(
+                    "a replica of rollout 'native' is one process",
+                    asked=", ".join(f"rollout.{name}={size}" for name, size in sizes.items()),
+                    legal="1 for each",
+                    fix="set them to 1; more workers (n_gpus_per_node) give more replicas",
+                )
+            )
+
+    async def launch_servers(self) -> None:
+        """Start the server on the worker's node and wait until it answers."""
+        node_id, cores, local_world_size = await self.workers[0].__ray_call__.remote(_where)
+        neighbours = self.config.n_gpus_per_node if self.rollout_mode is RolloutMode.STANDALONE else local_world_size
+        threads = int(_env.read(_env.NUM_THREADS) or max(1, cores // neighbours))
+        server = (
+            ray.remote(NativeServer)
+            .options(
+                name=self._server_name(),
+                max_concurrency=self.max_concurrency,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+            )
+            .remote(
+                config=self.config,
+                model_config=_hf_model_config(self.model_config),
+                replica_rank=self.replica_rank,
+                num_threads=threads,
+            )
+        )
+        self.servers = [server]
+        self._server_handle = server
+        host, port = await server.launch_server.remote()
+        self._server_address = f"[{host}]:{port}" if is_valid_ipv6_address(host) else f"{host}:{port}"
+
+    def _server_name(self) -> str:
+        kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        return f"native_server_{kind}{self.replica_rank}_0{self.name_suffix}"
+
+    async def abort_request(self, request_id: str) -> dict[str, Any]:
+        """End one request with what it has so far."""
+        return await self.servers[0].abort_request.remote(request_id)
+
+    async def sleep(self) -> None:
+        """Sleep once nothing is running any more."""
+        await asyncio.gather(*[server.wait_for_requests_to_drain.remote() for server in self.servers])
+        await super().sleep()
+
+
+def _where(worker: Any) -> tuple[str, int, int]:
+    """Run on the worker: ``(node id, usable cores, worker processes of its group on this node)``."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ray.get_runtime_context().get_node_id(), cores, int(os.environ.get("RAY_LOCAL_WORLD_SIZE", "1"))
+
+
+def _hf_model_config(model_config: Any) -> HFModelConfig:
+    return omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
