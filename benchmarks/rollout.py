@@ -30,11 +30,12 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     prompts = random_prompts(args.prompts, args.prompt_tokens, vocab_of(args))
     runs = {"native": native(args, prompts), "generate": generate(args, prompts)}
-    continuous_reason = None
-    try:
-        runs["continuous"] = checked(continuous(args, prompts), args)
-    except Exception as error:
-        continuous_reason = f"{type(error).__name__}: {error}"
+    continuous_reason = "skipped by --skip"
+    if "continuous" not in args.skip:
+        try:
+            runs["continuous"], continuous_reason = tried(continuous(args, prompts)), None
+        except Exception as error:  # whatever a rival dies of is a result to report, not ours to fail on
+            continuous_reason = f"{type(error).__name__}: {error}"
     seconds = interleaved(runs, args.repeats)
     seconds["vllm"], vllm_reason = vllm(args)
     tokens = args.prompts * args.new_tokens
@@ -67,6 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 keeps torch's default")
+    parser.add_argument("--skip", nargs="*", default=[], choices=["continuous", "vllm"], help="rivals to leave out")
     parser.add_argument("--vllm-python", help="python of another environment that can import vllm")
     parser.add_argument("--vllm-worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -141,7 +143,7 @@ def continuous(args: argparse.Namespace, prompts: list[list[int]]) -> Callable[[
     return run
 
 
-def checked(run: Callable[[], None], args: argparse.Namespace) -> Callable[[], None]:
+def tried(run: Callable[[], None]) -> Callable[[], None]:
     """The run, after one trial of it."""
     run()
     return run
@@ -149,6 +151,8 @@ def checked(run: Callable[[], None], args: argparse.Namespace) -> Callable[[], N
 
 def vllm(args: argparse.Namespace) -> tuple[list[float], str | None]:
     """Seconds of each repeat, or none and the reason."""
+    if "vllm" in args.skip:
+        return [], "skipped by --skip"
     if not args.vllm_python and importlib.util.find_spec("vllm") is None:
         return [], "vllm is not importable here and no --vllm-python was given"
     command = [args.vllm_python or sys.executable, *sys.argv, "--vllm-worker"]

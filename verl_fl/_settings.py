@@ -44,15 +44,22 @@ class Settings:
         _number("rollout__prompt_timeout_s", self.rollout__prompt_timeout_s, above_zero=False)
 
 
+def select(config: Any, key: str, default: Any = None) -> Any:
+    """``config``'s value at the dotted ``key``; ``default`` where it is absent, null or ``???``."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create(config) if isinstance(config, dict) else config
+    value = OmegaConf.select(config, key, throw_on_missing=False)
+    return default if value is None else value
+
+
 def read_settings(config: Any) -> Settings:
     """Read ``fl`` of ``config`` (a DictConfig or None); what is absent or null has its default.
 
     Raises:
         ValueError: a value is none of the legal ones.
     """
-    from omegaconf import OmegaConf
-
-    given = {} if config is None else {f.name: OmegaConf.select(config, _key(f.name)) for f in fields(Settings)}
+    given = {} if config is None else {f.name: select(config, _key(f.name)) for f in fields(Settings)}
     # YAML reads a bare `off` as False.
     given = {name: "off" if value is False else value for name, value in given.items()}
     return Settings(**{name: value for name, value in given.items() if value is not None})

@@ -91,10 +91,8 @@ def _register_adapter(module: ModuleType) -> None:
     module._ROLLOUT_REGISTRY[("native", "async")] = "verl_fl.rollout.native.adapter.ServerAdapter"
 
 
-def _register_checkpoint_engine(module: ModuleType) -> None:
-    from verl_fl.weight_sync.gloo_engine import GlooCheckpointEngine
-
-    module.CheckpointEngineRegistry.register("gloo")(GlooCheckpointEngine)
+def _register_checkpoint_engine(_: ModuleType) -> None:
+    import verl_fl.weight_sync.gloo_engine  # noqa: F401  registers itself, also when it was imported first
 
 
 _HOOKS = {

@@ -41,30 +41,52 @@ def model_kind(model: str) -> str:
     path = Path(model).expanduser()
     if model.endswith(".gguf"):
         if not path.is_file():
-            raise usage(f"no model file {model}", asked=f"--model {model}", found=_nearest(path),
-                        legal="a .gguf file, a folder with config.json, or a Hugging Face id",
-                        fix="check the path")  # fmt: skip
+            raise usage(
+                f"no model file {model}",
+                asked=f"--model {model}",
+                found=_nearest(path),
+                legal="a .gguf file, a folder with config.json, or a Hugging Face id",
+                fix="check the path",
+            )
         with path.open("rb") as file:
             magic = file.read(4)
         if magic != b"GGUF":
-            raise usage(f"{model} is not a GGUF file", asked=f"--model {model}", found=f"it starts with {magic!r}",
-                        legal="a file that starts with b'GGUF'", fix="download it again")  # fmt: skip
+            raise usage(
+                f"{model} is not a GGUF file",
+                asked=f"--model {model}",
+                found=f"it starts with {magic!r}",
+                legal="a file that starts with b'GGUF'",
+                fix="download it again",
+            )
         return "gguf"
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise usage(f"{model} holds no model", asked=f"--model {model}", found="no config.json in it",
-                        legal="a folder as save_pretrained writes it", fix="name the folder with config.json")  # fmt: skip
+            raise usage(
+                f"{model} holds no model",
+                asked=f"--model {model}",
+                found="no config.json in it",
+                legal="a folder as save_pretrained writes it",
+                fix="name the folder with config.json",
+            )
         check_chat_template(path, f"--model {model}")
         return "folder"
     if path.is_file():
-        raise usage(f"{model} is not a model", asked=f"--model {model}", found="a file that does not end in .gguf",
-                    legal="a .gguf file, a folder with config.json, or a Hugging Face id",
-                    fix="name the folder the file lies in")  # fmt: skip
+        raise usage(
+            f"{model} is not a model",
+            asked=f"--model {model}",
+            found="a file that does not end in .gguf",
+            legal="a .gguf file, a folder with config.json, or a Hugging Face id",
+            fix="name the folder the file lies in",
+        )
     if _HF_ID.match(model) and not model.startswith((".", "/", "~")):
         return "hub"
-    raise usage(f"no model at {model}", asked=f"--model {model}", found=_nearest(path),
-                legal="a .gguf file, a folder with config.json, or a Hugging Face id such as owner/name",
-                fix="check the path")  # fmt: skip
+    raise usage(
+        f"no model at {model}",
+        asked=f"--model {model}",
+        found=_nearest(path),
+        legal="a .gguf file, a folder with config.json, or a Hugging Face id such as owner/name",
+        fix="check the path",
+    )
 
 
 def check_chat_template(folder: Path, asked: str) -> None:
@@ -89,8 +111,12 @@ def check_chat_template(folder: Path, asked: str) -> None:
 def check_parquet(path: Path, option: str, *, at_least: int) -> None:
     """Check suffix, columns and number of rows, from the file's footer alone."""
     if path.suffix != ".parquet":
-        raise usage(f"{option} takes a parquet file", asked=f"{option} {path}", legal="FILE.parquet",
-                    fix="pandas: read_json(...).to_parquet('train.parquet')")  # fmt: skip
+        raise usage(
+            f"{option} takes a parquet file",
+            asked=f"{option} {path}",
+            legal="FILE.parquet",
+            fix="pandas: read_json(...).to_parquet('train.parquet')",
+        )
     if not path.is_file():
         raise usage(f"no file {path}", asked=f"{option} {path}", found=_nearest(path), fix="check the path")
     import pyarrow.parquet
@@ -98,8 +124,12 @@ def check_parquet(path: Path, option: str, *, at_least: int) -> None:
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise usage(f"{path} can't be read as parquet", asked=f"{option} {path}", found=str(error).splitlines()[0],
-                    fix="write it again; see docs for the columns")  # fmt: skip
+        raise usage(
+            f"{path} can't be read as parquet",
+            asked=f"{option} {path}",
+            found=str(error).splitlines()[0],
+            fix="write it again; see docs for the columns",
+        ) from error
     columns = file.schema_arrow.names
     if missing := [name for name in _COLUMNS if name not in columns]:
         raise usage(
@@ -111,15 +141,24 @@ def check_parquet(path: Path, option: str, *, at_least: int) -> None:
         )
     rows = file.metadata.num_rows
     if rows < at_least:
-        raise usage(f"{path.name} has fewer rows than one step takes", asked=f"--batch {at_least}",
-                    found=f"{rows} rows", legal=f"{at_least} or more", fix=f"--batch {max(rows, 1)}, or more data")  # fmt: skip
+        raise usage(
+            f"{path.name} has fewer rows than one step takes",
+            asked=f"--batch {at_least}",
+            found=f"{rows} rows",
+            legal=f"{at_least} or more",
+            fix=f"--batch {max(rows, 1)}, or more data",
+        )
 
 
 def check_reward(path: Path) -> None:
     """Parse the file, without running it, for a ``compute_score`` that verl can call."""
     if path.suffix != ".py":
-        raise usage("--reward takes a Python file", asked=f"--reward {path}", legal="FILE.py, or verl",
-                    fix="write compute_score(data_source, solution_str, ground_truth, extra_info=None) to a .py file")  # fmt: skip
+        raise usage(
+            "--reward takes a Python file",
+            asked=f"--reward {path}",
+            legal="FILE.py, or verl",
+            fix="write compute_score(data_source, solution_str, ground_truth, extra_info=None) to a .py file",
+        )
     if not path.is_file():
         raise usage(f"no file {path}", asked=f"--reward {path}", found=_nearest(path), fix="check the path")
     try:
@@ -218,7 +257,10 @@ def _download(name: str, say: Callable[[str], None]) -> str:
 
     offline = constants.HF_HUB_OFFLINE
     ignore = ["*.gguf", "*.onnx", "onnx/*", "*.h5", "*.msgpack", "*.pth", "original/*"]
-    say(f"fetching {name} " + ("from the local cache (HF_HUB_OFFLINE is set)" if offline else "from the Hugging Face hub"))
+    say(
+        f"fetching {name} "
+        + ("from the local cache (HF_HUB_OFFLINE is set)" if offline else "from the Hugging Face hub")
+    )
     try:
         return snapshot_download(name, ignore_patterns=ignore, local_files_only=offline)
     except Exception as error:  # no network, no such model, no permission, not cached
@@ -228,6 +270,7 @@ def _download(name: str, say: Callable[[str], None]) -> str:
             found=f"not a local folder; {type(error).__name__}: {str(error).strip().splitlines()[0]}"
             + (f"; HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE')}" if offline else ""),
             legal="a folder with config.json, a .gguf file, or an id of the hub",
-            fix="unset HF_HUB_OFFLINE and try again with a network, or name a local folder or file" if offline
+            fix="unset HF_HUB_OFFLINE and try again with a network, or name a local folder or file"
+            if offline
             else "check the id, the network, and (for a gated model) HF_TOKEN; or name a local folder or file",
         ) from error

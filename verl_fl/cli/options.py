@@ -71,7 +71,7 @@ class Options:
         return self.model is None and self.train is None
 
 
-_TOY = {"steps": 30, "batch": 16, "samples": 8, "prompt_length": 96, "response_length": 16, "lr": 3e-3}
+_TOY = {"steps": 24, "batch": 16, "samples": 8, "prompt_length": 96, "response_length": 16, "lr": 3e-3}
 _OWN = {"steps": 30, "batch": 8, "samples": 8, "prompt_length": 512, "response_length": 128, "lr": 1e-5}
 
 
@@ -83,7 +83,7 @@ def resolve(asked: dict[str, Any], overrides: list[str], default_out: Path) -> O
     """
     given = {name: value for name, value in asked.items() if value is not None}
     own = "model" in given or "train" in given
-    values = {**(_OWN if own else _TOY), "algorithm": "grpo", "seed": 0, "save_every": 10}
+    values: dict[str, Any] = {**(_OWN if own else _TOY), "algorithm": "grpo", "seed": 0, "save_every": 10}
     values["dtype"] = "bfloat16" if "model" in given else "float32"
     values |= given
     _check_together(values)
@@ -92,8 +92,12 @@ def resolve(asked: dict[str, Any], overrides: list[str], default_out: Path) -> O
     _check_at_least("save_every", values["save_every"], 0)
     _check_at_least("seed", values["seed"], 0)
     if not 0 < values["lr"] < 1:
-        raise usage(f"--lr {values['lr']:g} can't train", asked=f"--lr {values['lr']:g}", legal="above 0, below 1",
-                    fix="1e-6 to 1e-5 for a pretrained model, 1e-3 to 1e-2 for the tiny one")  # fmt: skip
+        raise usage(
+            f"--lr {values['lr']:g} can't train",
+            asked=f"--lr {values['lr']:g}",
+            legal="above 0, below 1",
+            fix="1e-6 to 1e-5 for a pretrained model, 1e-3 to 1e-2 for the tiny one",
+        )
     _check_choice("dtype", values["dtype"], DTYPES)
     _check_choice("algorithm", values["algorithm"], tuple(ALGORITHMS))
     if values["algorithm"] in ("grpo", "rloo") and values["samples"] < 2:
@@ -125,11 +129,16 @@ def check_overrides(overrides: list[str]) -> tuple[str, ...]:
             )
         key = override.lstrip("+~").partition("=")[0]
         if key in OURS:
-            raise usage(f"quickstart sets {key} itself", asked=override, legal="every other key of verl's config",
-                        fix=OURS[key])  # fmt: skip
+            raise usage(
+                f"quickstart sets {key} itself", asked=override, legal="every other key of verl's config", fix=OURS[key]
+            )
         if key == "fl" and override.partition("=")[2] != "cpu":
-            raise usage("quickstart runs on the CPU", asked=override, legal="+fl=cpu, which it passes itself",
-                        fix="for another platform start verl itself: python -m verl.trainer.main_ppo +fl=NAME ...")  # fmt: skip
+            raise usage(
+                "quickstart runs on the CPU",
+                asked=override,
+                legal="+fl=cpu, which it passes itself",
+                fix="for another platform start verl itself: python -m verl.trainer.main_ppo +fl=NAME ...",
+            )
     return tuple(override for override in overrides if override.lstrip("+") != "fl=cpu")
 
 
@@ -143,16 +152,23 @@ def _check_together(values: dict[str, Any]) -> None:
         )
     for name in ("reward", "val"):
         if name in values and "train" not in values:
-            raise usage(f"--{name} without --train", asked=f"--{name} {values[name]}",
-                        legal="--train FILE.parquet together with --reward and, if you like, --val",
-                        fix="add --train")  # fmt: skip
+            raise usage(
+                f"--{name} without --train",
+                asked=f"--{name} {values[name]}",
+                legal="--train FILE.parquet together with --reward and, if you like, --val",
+                fix="add --train",
+            )
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:
     if value < least:
         option = "--" + name.replace("_", "-")
-        raise usage(f"{option} {value} is too small", asked=f"{option} {value}", legal=f"{least} or more",
-                    fix=f"leave {option} out for its default")  # fmt: skip
+        raise usage(
+            f"{option} {value} is too small",
+            asked=f"{option} {value}",
+            legal=f"{least} or more",
+            fix=f"leave {option} out for its default",
+        )
 
 
 def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
@@ -173,8 +189,12 @@ def _out(out: Path) -> Path:
         raise _not_empty(out)
     nearest = next(parent for parent in (out, *out.parents) if parent.exists())
     if not nearest.is_dir():
-        raise usage(f"--out {out} can't be made", asked=f"--out {out}", found=f"{nearest} is a file",
-                    fix="name a folder that is new or empty")  # fmt: skip
+        raise usage(
+            f"--out {out} can't be made",
+            asked=f"--out {out}",
+            found=f"{nearest} is a file",
+            fix="name a folder that is new or empty",
+        )
     return out
 
 

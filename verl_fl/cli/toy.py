@@ -13,7 +13,22 @@ from typing import Any
 
 from verl_fl.cli import toy_reward
 
-WORDS = "sun moon star tree rain wind stone river cloud field road house ship lamp bell door glass paper wool salt".split()
+WORDS = (
+    "sun",
+    "moon",
+    "star",
+    "tree",
+    "rain",
+    "wind",
+    "stone",
+    "river",
+    "cloud",
+    "field",
+    "road",
+    "house",
+    "ship",
+    "lamp",
+)
 NUM_PROMPTS = 256
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CHAT_TEMPLATE = (
@@ -26,7 +41,9 @@ def make_model(folder: Path, seed: int) -> None:
     """Write a Qwen2 model of about 100,000 random weights and its tokenizer to ``folder``."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(

@@ -1,6 +1,35 @@
-"""What we change in stock verl, why, and until when. Importing this loads no verl: every change waits for its target."""
+"""What we change in stock verl, why, and until when. Importing this loads no verl: a change waits for its target."""
 
-from verl_fl.patches import attention, distributed, logging, platform, resources
+from verl_fl.patches import (
+    attention,
+    checkpoint,
+    data,
+    distributed,
+    empty,
+    failures,
+    logging,
+    platform,
+    preflight,
+    resources,
+    reward,
+    threads,
+)
 from verl_fl.patches.ledger import LEDGER, Ledger, Patch
 
-__all__ = ["LEDGER", "Ledger", "Patch", "attention", "distributed", "logging", "platform", "resources"]
+__all__ = [
+    "LEDGER",
+    "Ledger",
+    "Patch",
+    "attention",
+    "checkpoint",
+    "data",
+    "distributed",
+    "empty",
+    "failures",
+    "logging",
+    "platform",
+    "preflight",
+    "resources",
+    "reward",
+    "threads",
+]

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from verl_fl import _env, _verl
 from verl_fl.patches.ledger import patch
 from verl_fl.platform.base import Probe
@@ -93,6 +95,9 @@ def runtime_environment(original: Callable) -> Callable:
         if found.explicit:
             env_vars[_env.DRIVER_PLATFORM] = found.name
         env_vars.update({name: _env.read(name) for name in _env.FORWARDED if _env.read(name)})
+        if found.name == "cpu" and not _env.read("TQ_NUM_THREADS"):
+            # Its storage processes do not load verl, so the patch on TransferQueue's threads is not there to help.
+            env_vars["TQ_NUM_THREADS"] = str(min(8, psutil.cpu_count(logical=False) or 1))
         return runtime_env
 
     return get_ppo_ray_runtime_env

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 logger = logging.getLogger("verl_fl.preflight")
 
@@ -18,14 +17,6 @@ def report(level: str, message: str, *, key: str, error: type[Exception] = Value
         raise error(f"{message}\n  or: {key}=warn runs all the same")
     if level == "warn":
         logger.warning("preflight: %s", message)
-
-
-def select(config: Any, key: str, default: Any = None) -> Any:
-    """``config``'s value at the dotted ``key``; ``default`` where it is absent, null or ``???``."""
-    from omegaconf import OmegaConf
-
-    value = OmegaConf.select(config, key, throw_on_missing=False)
-    return default if value is None else value
 
 
 def gigabytes(num_bytes: float) -> str:

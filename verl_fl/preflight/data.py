@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_fl._errors import explain
-from verl_fl._settings import Settings
-from verl_fl.preflight._report import report, select
+from verl_fl._settings import Settings, select
+from verl_fl.preflight._report import report
 
 # What verl's own reward managers read from every row.
 _OWN_MANAGERS = ("naive", "dapo", "gdpo", "remote", "rate_limited", "limited", "prime", "batch")

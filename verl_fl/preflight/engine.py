@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_fl import _verl
 from verl_fl._errors import explain
-from verl_fl.preflight._report import select
+from verl_fl._settings import select
 
 logger = logging.getLogger("verl_fl.preflight")
 

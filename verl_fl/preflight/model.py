@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_fl._errors import explain
-from verl_fl.preflight._report import select
+from verl_fl._settings import select
 
 _KEY = "actor_rollout_ref.model.path"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
@@ -74,10 +74,8 @@ def _cached(name: str, key: str) -> Path | None:
 def _whole(folder: Path, path: str, key: str) -> Path:
     weights = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
     gguf = any(file.suffix == ".gguf" for file in weights)
-    missing = [what for what, there in (
-        ("config.json", gguf or (folder / "config.json").is_file()),
-        ("weights (*.safetensors)", bool(weights)),
-    ) if not there]
+    parts = {"config.json": gguf or (folder / "config.json").is_file(), "weights (*.safetensors)": bool(weights)}
+    missing = [what for what, there in parts.items() if not there]
     if missing:
         raise ValueError(
             explain(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_fl._errors import explain
-from verl_fl.preflight._report import select
+from verl_fl._settings import select
 
 _NODE = "reward.custom_reward_function"
 _LIMIT_S = 120.0

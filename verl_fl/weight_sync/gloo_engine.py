@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from verl.checkpoint_engine.base import CheckpointEngine
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_fl._errors import explain
@@ -27,6 +27,7 @@ Entry = tuple[str, str, list[int], int]
 """Name, dtype, shape, offset in the bucket in bytes."""
 
 
+@CheckpointEngineRegistry.register("gloo")
 class GlooCheckpointEngine(CheckpointEngine):
     """verl's checkpoint engine ``gloo``.
 

@@ -28,7 +28,7 @@ class AsyncEngine:
         self._parked: list[tuple[str, Sequence[int], SamplingParams]] = []
         self._paused = self._reject = self._closed = False
         self._counts = {"steps": 0, "generated_tokens": 0, "finished_requests": 0}
-        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="verl_fl-native-engine", daemon=True)
         self._thread.start()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> RequestOutput:

@@ -113,7 +113,7 @@ class SlotCache(_AttentionOnlyCache):
         """Copy the first tokens positions of one slot to others."""
         index = torch.tensor(targets, device=self.device)
         for tensor in (*self.keys, *self.values):
-            tensor[index, :tokens] = tensor[source, :tokens]
+            tensor[index, :tokens] = tensor[source, :tokens].clone()  # one storage: torch refuses it as it stands
 
     def begin_prefill(self, first_slot: int, rows: int) -> None:
         """The next forward pass writes rows whole prompts, from position 0, to slots first_slot onwards."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from verl_fl.rollout.native._linear import PackedLinears
 from verl_fl.rollout.native._stop import StopStrings
 from verl_fl.rollout.native.runner import ModelRunner
 from verl_fl.rollout.native.sampling import BatchSampler, SamplingParams, penalise
@@ -106,6 +107,7 @@ class NativeEngine:
         budget = kv_cache_bytes or int(_free_bytes(next(model.parameters()).device) * _DEFAULT_KV_FRACTION)
         self.runner = ModelRunner(model, budget_bytes=budget)
         self.weights = ServedWeights(model)
+        self._packed = PackedLinears(model)
         self.weight_version: int | None = None
         self.max_model_len, self.max_num_seqs, self.max_prefill_tokens = max_model_len, max_num_seqs, max_prefill_tokens
         self._tokenizer = tokenizer
@@ -192,6 +194,7 @@ class NativeEngine:
         self.runner.cache.free()
         if level == 2:
             self.weights.free()
+            self._packed.free()
         self._asleep = True
 
     def wake(self) -> None:
@@ -204,6 +207,7 @@ class NativeEngine:
     def _weights_changed(self, version: int | None) -> None:
         # Freed, not kept: stale positions may hold anything, NaN included, and masked ones still enter products.
         self.runner.cache.free()
+        self._packed.refresh()
         self.weight_version = version
 
     # -- scheduling ---------------------------------------------------------------------------------------------------

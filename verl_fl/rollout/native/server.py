@@ -149,7 +149,7 @@ class NativeServer:
 
     async def resume_generation(self) -> None:
         """Answer requests again after :meth:`abort_all_requests`."""
-        self.engine.resume()
+        await self.engine.resume()
 
     async def wait_for_requests_to_drain(self) -> None:
         """Return when nothing is running or waiting."""

@@ -1,0 +1,57 @@
+# make demo: from a clean clone to a trained model. make help lists the rest.
+# Everything is installed into one virtual environment; set VENV or PYTHON to use others.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Found by name: where a CPU build of torch lies in pip's reach (find-links, an index), pip takes it.
+# Elsewhere: make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+KEY := pyproject.toml constraints.txt Makefile
+export HF_HUB_OFFLINE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo install install-dev test lint bench clean
+
+help:  ## Show this list.
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+demo: install  ## Install, then train a tiny model on this CPU in about two minutes.
+	$(BIN)/verl-fl quickstart
+
+install: $(VENV)/.installed  ## Make the virtual environment and install verl-fl.
+
+install-dev: $(VENV)/.installed-dev  ## The same, with what the tests and checks need.
+
+test: install-dev  ## Run all tests except those marked slow.
+	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+
+lint: install-dev  ## Style, formatting, types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install  ## Measure start-up; the other benchmarks say themselves how they are run.
+	$(BIN)/python benchmarks/startup.py
+
+clean:  ## Remove the virtual environment's stamps and all caches, so that the next run installs again.
+	rm -rf $(VENV)/.installed $(VENV)/.installed-dev build dist .pytest_cache .ruff_cache .mypy_cache
+
+$(BIN)/python:
+	@echo "== a virtual environment in $(VENV), with $$($(PYTHON) --version)"
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v < (3, 13) else \
+		f"verl-fl needs Python 3.10 to 3.12, found {v[0]}.{v[1]}; say which: make demo PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and by name: asked for as a dependency, pip may choose a build of several gigabytes.
+$(VENV)/.installed: $(KEY) | $(BIN)/python
+	@echo "== installing torch, then verl-fl with the versions of constraints.txt (some minutes the first time)"
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "== installing what the tests and checks need"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

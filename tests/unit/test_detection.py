@@ -1,0 +1,108 @@
+"""Which chip is this? Names, evidence, and errors that say what to do."""
+
+import pytest
+
+from verl_fl.platform import manager
+from verl_fl.platform.base import Probe
+
+
+def yes(reason="its driver is loaded"):
+    return lambda: Probe(found=True, reason=reason)
+
+
+def no():
+    return Probe(found=False, reason="no driver")
+
+
+@pytest.fixture(autouse=True)
+def nothing_requested(monkeypatch):
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.delenv("VERL_FL_DRIVER_PLATFORM", raising=False)
+    monkeypatch.setattr("sys.argv", ["prog"])
+
+
+def test_no_evidence_means_cpu():
+    found = manager.detect({"vendorx": no})
+    assert (found.name, found.explicit) == ("cpu", False)
+
+
+def test_one_vendor_with_evidence_wins_over_cpu():
+    found = manager.detect({"vendorx": yes("pci 1234"), "vendory": no})
+    assert (found.name, found.reason, found.explicit) == ("vendorx", "pci 1234", False)
+
+
+def test_two_vendors_are_an_error_that_lists_both():
+    with pytest.raises(ValueError, match="vendorx, vendory") as error:
+        manager.detect({"vendorx": yes("a"), "vendory": yes("b")})
+    assert "vendorx: yes (a)" in str(error.value) and "VERL_PLATFORM=vendorx" in str(error.value)
+
+
+def test_a_broken_sdk_is_a_reason_and_never_stops_another_vendor():
+    def broken():
+        raise OSError("libx.so: cannot open shared object file")
+
+    found = manager.detect({"broken": broken, "vendorx": yes()})
+    assert found.name == "vendorx"
+    assert "libx.so" in found.probes["broken"].reason
+
+
+@pytest.mark.parametrize("text", ["cpu", "CPU", " Cpu "])
+def test_verl_platform_selects_in_any_case(monkeypatch, text):
+    monkeypatch.setenv("VERL_PLATFORM", text)
+    found = manager.detect({"vendorx": yes()})
+    assert (found.name, found.explicit) == ("cpu", True)
+
+
+def test_an_alias_selects_its_platform(monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "old")
+    assert manager.detect({"vendorx": yes()}, {"old": "vendorx"}).name == "vendorx"
+
+
+def test_an_unknown_name_lists_the_legal_ones(monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "cpux")
+    with pytest.raises(ValueError, match="unknown platform 'cpux'") as error:
+        manager.detect({"vendorx": no})
+    assert "VERL_PLATFORM='cpux'" in str(error.value) and "cpu, vendorx" in str(error.value)
+
+
+def test_a_platform_that_is_absent_is_an_error_with_every_reason(monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "vendorx")
+    with pytest.raises(ValueError, match="does not have it") as error:
+        manager.detect({"vendorx": no})
+    assert "vendorx: no (no driver)" in str(error.value)
+
+
+@pytest.mark.parametrize("argument", ["+fl=cpu", "fl=cpu", "++fl=cpu"])
+def test_the_config_group_on_the_command_line_chooses(monkeypatch, argument):
+    monkeypatch.setattr("sys.argv", ["main_ppo", "trainer.nnodes=1", argument])
+    found = manager.detect({"vendorx": yes()})
+    assert (found.name, found.explicit) == ("cpu", True)
+    assert argument in found.reason
+
+
+def test_the_drivers_choice_is_followed_where_the_node_has_it(monkeypatch):
+    monkeypatch.setenv("VERL_FL_DRIVER_PLATFORM", "cpu")
+    assert manager.detect({"vendorx": yes()}).name == "cpu"
+
+
+def test_the_drivers_vendor_is_not_forced_on_a_node_of_another(monkeypatch):
+    monkeypatch.setenv("VERL_FL_DRIVER_PLATFORM", "vendorx")
+    assert manager.detect({"vendorx": no, "vendory": yes()}).name == "vendory"
+
+
+def test_verls_lookup_gives_the_cpu_platform(monkeypatch, fresh_platform):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    platform = fresh_platform.get_platform()
+    assert (platform.device_name, platform.vendor_name, platform.ray_resource_name()) == ("cpu", "cpu", "fl_cpu")
+    assert fresh_platform.get_platform() is platform
+
+
+def test_an_explicit_cpu_device_is_never_overwritten(monkeypatch, fresh_platform):
+    from omegaconf import OmegaConf
+    from verl.utils.device import auto_set_device
+
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    for before in ("cpu", "cuda"):
+        config = OmegaConf.create({"trainer": {"device": before}})
+        auto_set_device(config)
+        assert config.trainer.device == "cpu"
