@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,10 +29,17 @@ def main() -> None:
     if args.only_trl:
         print(json.dumps(run_trl(args)))
         return
-    with tempfile.TemporaryDirectory(prefix="grpo_step-") as folder:
-        steps = run_verl(args, Path(folder))
-        trl = None if args.skip_trl else call_trl(args, Path(folder))
-    report(args, steps, trl)
+    from _training import hf_folder, train
+
+    with tempfile.TemporaryDirectory(prefix="grpo_step-") as text:
+        folder = Path(text)
+        args.model = hf_folder(args.model, folder)
+        trl = None if args.skip_trl else call_trl(args, folder)
+        overrides = (f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}", f"actor_rollout_ref.rollout.dtype={args.dtype}")
+        steps = train(
+            args.model, folder, steps=args.steps, prompts=PROMPTS, samples=SAMPLES, new_tokens=NEW_TOKENS, overrides=overrides
+        )
+    report(steps, trl)
 
 
 def parse() -> argparse.Namespace:
@@ -48,7 +54,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def report(args: argparse.Namespace, steps: list[dict], trl: dict | None) -> None:
+def report(steps: list[dict], trl: dict | None) -> None:
     import _common
 
     seconds = [step["timing_s/step"] for step in steps[1:]]
@@ -71,9 +77,7 @@ def report(args: argparse.Namespace, steps: list[dict], trl: dict | None) -> Non
             "reward_first": round(statistics.mean(rewards[:3]), 4),
             "reward_last": round(statistics.mean(rewards[-3:]), 4),
             "shares_s": shares,
-            "logprob_diff_mean": round(
-                statistics.mean(step.get("training/rollout_probs_diff_mean", float("nan")) for step in steps), 6
-            ),
+            "log_prob_diff": round(statistics.mean(step["training/rollout_log_probs_diff/mean"] for step in steps), 6),
             "trl_version": trl and trl["version"],
             "trl_reward_curve": trl and trl["rewards"],
         },
@@ -81,68 +85,12 @@ def report(args: argparse.Namespace, steps: list[dict], trl: dict | None) -> Non
     )
 
 
-# --- verl ---------------------------------------------------------------------------------------------------------
-
-
-def run_verl(args: argparse.Namespace, folder: Path) -> list[dict]:
-    """Train with stock verl's own command; return each step's metrics."""
-    import pandas as pd
-
-    rows = [
-        {
-            "data_source": "arithmetic",
-            "prompt": [{"role": "user", "content": question}],
-            "reward_model": {"style": "rule", "ground_truth": answer},
-            "extra_info": {"index": index},
-        }
-        for index, (question, answer) in enumerate(questions(PROMPTS * args.steps))
-    ]
-    pd.DataFrame(rows).to_parquet(folder / "train.parquet")
-    metrics = folder / "metrics.jsonl"
-    micro_tokens = 4096
-    command = [
-        sys.executable, "-m", "verl.trainer.main_ppo", "+fl=cpu", "algorithm.adv_estimator=grpo",
-        f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet",
-        f"data.train_batch_size={PROMPTS}", "data.max_prompt_length=64", f"data.max_response_length={NEW_TOKENS}",
-        "data.shuffle=false",
-        f"actor_rollout_ref.model.path={hf_folder(args.model, folder)}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
-        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={micro_tokens}",
-        f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
-        f"actor_rollout_ref.rollout.n={SAMPLES}",
-        f"actor_rollout_ref.rollout.dtype={args.dtype}",
-        f"reward.custom_reward_function.path={HERE}/_arithmetic.py",
-        f"trainer.total_training_steps={args.steps}", "trainer.total_epochs=1", "trainer.logger=[file]",
-        f"trainer.default_local_dir={folder}/checkpoints", "trainer.resume_mode=disable",
-        f"hydra.run.dir={folder}/hydra",
-    ]  # fmt: skip
-    log = folder / "verl.log"
-    env = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)}
-    with open(log, "w") as out:
-        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=folder).returncode
-    if code or not metrics.exists():
-        sys.exit(f"verl ended with {code}:\n" + "\n".join(log.read_text().splitlines()[-30:]))
-    return [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
-
-
-def hf_folder(model: str, folder: Path) -> str:
-    """``model`` itself, or, for a .gguf file, a Hugging Face folder made of it."""
-    if not model.endswith(".gguf"):
-        return os.path.abspath(model)
-    from _common import load_model, load_tokenizer
-
-    path = folder / "model"
-    load_model(model, "bfloat16").save_pretrained(path)
-    load_tokenizer(model).save_pretrained(path)
-    return str(path)
-
-
 # --- TRL, in its own environment ------------------------------------------------------------------------------------
 
 
 def call_trl(args: argparse.Namespace, folder: Path) -> dict:
     python = args.trl_python or make_environment()
-    command = [python, __file__, "--only-trl", "--model", hf_folder(args.model, folder), "--dtype", args.dtype]
+    command = [python, __file__, "--only-trl", "--model", args.model, "--dtype", args.dtype]
     command += ["--trl-steps", str(args.trl_steps)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if result.returncode:

@@ -130,9 +130,7 @@ def continuous(args: argparse.Namespace, prompts: list[list[int]]) -> Callable[[
     from transformers import GenerationConfig
 
     model = load_model(args.model, args.dtype, attn_implementation="sdpa")
-    config = GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=args.new_tokens, eos_token_id=-1, pad_token_id=0
-    )
+    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=args.new_tokens, eos_token_id=-1, pad_token_id=0)
 
     @torch.inference_mode()
     def run() -> None:

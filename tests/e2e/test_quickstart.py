@@ -82,7 +82,11 @@ def test_a_run_that_fails_shows_the_cause_and_where_the_log_is(tmp_path):
     toy.make_data(made / "t.parquet", tmp_path / "unused.py", 0)
     out = tmp_path / "run"
     code, output = ended(
-        start("--train", made / "t.parquet", "--reward", reward, "--steps", 1, "--out", out, *SMALL, "--lr", "1e-3")
+        start(
+            *("--train", made / "t.parquet", "--reward", reward, "--steps", 1, "--out", out),
+            *SMALL,
+            "fl.reward.on_error=raise",
+        )
     )
     assert code == 1, output
     assert "the run failed before the first step" in output

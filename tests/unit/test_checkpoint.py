@@ -139,7 +139,9 @@ def trainer(root, step, **settings):
 def test_a_save_that_finds_no_room_is_not_begun(tmp_path, monkeypatch):
     folder = make_step(tmp_path, 1)
     monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 1000)
-    with pytest.raises(RuntimeError, match="can't hold another checkpoint, so it was not begun\n  asked: .*global_step_1"):
+    with pytest.raises(
+        RuntimeError, match="can't hold another checkpoint, so it was not begun\n  asked: .*global_step_1"
+    ):
         check_space(tmp_path, trainer(tmp_path, 2).config.trainer)
     monkeypatch.setattr(checkpoints, "free_bytes", lambda path: checkpoints.size_of(folder))
     check_space(tmp_path, trainer(tmp_path, 2).config.trainer)

@@ -127,7 +127,7 @@ def test_paths_with_what_hydras_grammar_uses_arrive_whole(tmp_path):
 
 
 def test_dtype_reaches_rollout_and_engines(tmp_path):
-    line = command.overrides(resolve(tmp_path, dtype="float32"), "/m", "/t", None, "/tmp/x")
+    line = command.overrides(resolve(tmp_path, dtype="fp32"), "/m", "/t", None, "/tmp/x")
     assert "actor_rollout_ref.rollout.dtype=float32" in line
     assert "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32" in line
 

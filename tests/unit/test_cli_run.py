@@ -66,6 +66,13 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
     assert metrics.next_file(tmp_path).name == "metrics-3.jsonl"
 
 
+def test_the_last_validation_is_found_among_the_steps(tmp_path):
+    assert metrics.validation([]) == {}
+    score = {"step": 2, "data": {"val-core/mine/acc": 0.75, "val-aux/x": 1.0}}
+    (tmp_path / "metrics-1.jsonl").write_text("\n".join([line(1), json.dumps(score), line(2), "{cut"]))
+    assert metrics.validation(metrics.files(tmp_path)) == {"val-core/mine/acc": 0.75}
+
+
 # --- summary ---
 
 
@@ -107,6 +114,17 @@ def test_without_a_terminal_each_step_is_a_line():
     text = out.getvalue()
     assert "first step" in text and "starting Ray" not in text
     assert "step   1/3  reward  0.250       50 tokens/s" in text
+
+
+def test_an_error_that_does_not_end_the_run_reaches_the_screen_once():
+    out = io.StringIO()
+    shown = progress.Progress(3, Path("run.log"), out=out)
+    for count in (1, 10):
+        shown.log_line(
+            f"\x1b[36m(TaskRunnerV1 pid=7)\x1b[0m ERROR:2026-11-30 20:48:04,086:reward: it raised ({count} x)"
+        )
+    shown.log_line("(TaskRunnerV1 pid=7) INFO:2026-11-30 20:48:04,086:reward: all well")
+    assert out.getvalue() == "error: reward: it raised (1 x)\n"
 
 
 def test_train_seconds_runs_from_the_first_steps_start_to_the_last_ones_end(monkeypatch):

@@ -102,7 +102,9 @@ def test_fewer_rows_than_a_batch_are_an_error_for_training_only(tmp_path):
     from verl.trainer.ppo.utils import create_rl_dataset
 
     path = write(tmp_path / "a.parquet", [chat("one"), chat("a b c d e")])
-    with pytest.raises(ValueError, match="fewer rows than one batch.*\n  asked: data.train_batch_size=2\n  found: 1 rows"):
+    with pytest.raises(
+        ValueError, match="fewer rows than one batch.*\n  asked: data.train_batch_size=2\n  found: 1 rows"
+    ):
         load(path, tmp_path, train_batch_size=2)
     config = OmegaConf.create({"cache_dir": str(tmp_path), "train_batch_size": 2, "filter_overlong_prompts": False})
     assert len(create_rl_dataset(path, config, Words(), None, is_train=False)) == 2

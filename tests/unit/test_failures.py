@@ -148,7 +148,9 @@ def test_failed_rewards_are_counted_and_a_batch_of_them_ends_the_run(queue, capl
     assert sample(buffer, 2)[1]["training/reward/failed"] == 1
     assert "reward: reward function f returned None" in caplog.text
 
-    queue.prompt("c", "finished", sessions=2, fl_reward_0="f took longer than 1 s", fl_reward_1="f took longer than 1 s")
+    queue.prompt(
+        "c", "finished", sessions=2, fl_reward_0="f took longer than 1 s", fl_reward_1="f took longer than 1 s"
+    )
     with pytest.raises(RuntimeError, match="every reward call of the batch failed.*\n.*2 of 2 calls: f took longer"):
         sample(buffer, 1)
 
@@ -156,17 +158,19 @@ def test_failed_rewards_are_counted_and_a_batch_of_them_ends_the_run(queue, capl
 def test_on_error_raise_ends_the_run_at_the_first_failed_reward(queue):
     queue.prompt("a", "failure", fl_fatal_1="reward function f returned None")
     queue.prompt("b", "running")
-    with pytest.raises(RuntimeError, match="a reward call failed\n  asked: fl.reward.on_error=raise\n  found: reward fun"):
+    with pytest.raises(
+        RuntimeError, match="a reward call failed\n  asked: fl.reward.on_error=raise\n  found: reward fun"
+    ):
         sample(make_buffer(), 2)
 
 
 def test_a_batch_of_empty_answers_is_reported(queue, caplog):
     queue.prompt("a", "finished", sessions=2, fl_empty_0="empty answer", fl_empty_1="empty answer")
-    queue.prompt("b", "finished", sessions=2, fl_empty_1="empty answer")
     buffer = make_buffer()
     assert sample(buffer, 1)[1]["training/rollout/empty_answers"] == 2
     assert "all 2 answers of the batch are empty" in caplog.text
     caplog.clear()
+    queue.prompt("b", "finished", sessions=2, fl_empty_1="empty answer")
     assert sample(buffer, 1)[1]["training/rollout/empty_answers"] == 1
     assert "answers of the batch are empty" not in caplog.text
 
@@ -316,7 +320,7 @@ def test_a_lost_prompt_is_named_and_sent_again_once_the_limit_is_over(run_of_fou
     assert run_of_four.manager.sent == [list("abcd")]
     run_of_four.look(buffer, 10)
     (first, (again,)) = run_of_four.manager.sent
-    assert "prompt d is lost (no answer after 60 s); sent again" in caplog.text
+    assert "rollout: no answer after 60 s: sent again: prompt d" in caplog.text
     assert not [key for key in run_of_four.queue.tags["train"] if key.startswith("d")]  # its half is gone
     assert buffer.pending_keys["train"] == {again}
 
@@ -339,7 +343,7 @@ def test_a_prompt_that_is_lost_twice_is_dropped(run_of_four, caplog):
     buffer = run_of_four.build(rollout__prompt_timeout_s=5.0)
     run_of_four.look(buffer, 30)
     assert len(run_of_four.manager.sent) == 2
-    assert "dropped, and counted as failed" in caplog.text
+    assert "no answer after 5 s: dropped, and counted as failed: prompt " in caplog.text
     batch, metrics = sample(buffer, 4)
     assert len(batch.keys) == 6
     assert metrics["training/rollout/lost_prompts"] == 2
@@ -364,7 +368,7 @@ def test_a_dead_worker_is_noticed_before_the_limit(run_of_four, caplog):
     assert len(run_of_four.manager.sent) == 1  # a and b went there, and both are finished
     run_of_four.dead.append("worker1")
     run_of_four.look(buffer, 5)
-    assert "prompt d is lost (its agent-loop worker has died); sent again" in caplog.text
+    assert "its agent-loop worker has died: sent again: prompt d" in caplog.text
     assert len(run_of_four.manager.sent) == 2
 
 

@@ -120,7 +120,9 @@ def test_verls_own_check_still_runs_after_ours(config, capsys):
 def test_without_an_fl_node_the_defaults_hold_and_a_wrong_value_is_named():
     assert read_settings(None) == read_settings(OmegaConf.create({"trainer": {}})) == Settings()
     assert read_settings(OmegaConf.create("fl: {checks: {memory: off}}")).checks__memory == "off"
-    with pytest.raises(ValueError, match="fl.reward.on_error is none of its values\n  asked: 'stop'\n  legal: count, raise"):
+    with pytest.raises(
+        ValueError, match="fl.reward.on_error is none of its values\n  asked: 'stop'\n  legal: count, raise"
+    ):
         read_settings(OmegaConf.create({"fl": {"reward": {"on_error": "stop"}}}))
     with pytest.raises(ValueError, match="fl.reward.timeout_s is not a number of seconds"):
         read_settings(OmegaConf.create({"fl": {"reward": {"timeout_s": 0}}}))
@@ -183,7 +185,10 @@ def test_parameters_are_counted_from_headers(tiny_model):
     ("content", "said"),
     [
         (rows(prompt=None), ["lacks the column 'prompt'", "columns data_source, reward_model", "data.prompt_key"]),
-        (rows(prompt="2+2?"), ["'prompt' does not hold chats", "str: '2+2?'", "df['prompt'].map(lambda text: [{'role'"]),
+        (
+            rows(prompt="2+2?"),
+            ["'prompt' does not hold chats", "str: '2+2?'", "df['prompt'].map(lambda text: [{'role'"],
+        ),
         (rows(reward_model=None), ["lacks the column 'reward_model'", "'ground_truth': '42'"]),
         (rows(data_source=None), ["lacks the column 'data_source'", "names the task"]),
         (rows(reward_model={"style": "rule"}), ["'reward_model' has no ground_truth", "dict ['style']"]),
@@ -358,7 +363,9 @@ def test_a_cluster_with_too_few_cpus_is_refused_before_anything_waits(config, mo
     import ray
 
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "NodeManagerAddress": "a", "NodeID": "1", "Resources": {}}])
+    monkeypatch.setattr(
+        ray, "nodes", lambda: [{"Alive": True, "NodeManagerAddress": "a", "NodeID": "1", "Resources": {}}]
+    )
     with pytest.raises(ValueError, match="too few logical CPUs.*\n  asked: 7 CPUs.*\n  found: 2 CPUs in 1 nodes"):
         cluster.on_cluster(config)
 

@@ -83,9 +83,10 @@ def _timed(function):
 
 def test_no_process_outlives_its_pool(path):
     with RewardPool(path, "compute_score", timeout_s=1.0) as pool:
-        pid = int(ask(pool, "pid")[0])
+        killed = int(ask(pool, "pid")[0])
         ask(pool, "spin")
-        pids = {pid, *pool.pids()}
+        alive = int(ask(pool, "pid")[0])
+        pids = {killed, alive, *pool.pids()}
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -53,6 +53,8 @@ class Child:
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "RAY_USAGE_STATS_ENABLED": environment.get("RAY_USAGE_STATS_ENABLED", "0"),
+            # Ray starts workers at niceness 15; the user waits for this run, so it takes its normal share.
+            "RAY_worker_niceness": environment.get("RAY_worker_niceness", "0"),
             MARKER: self.mark,
         }
         with self.log.open("ab") as log:

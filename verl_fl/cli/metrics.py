@@ -89,3 +89,16 @@ def read(paths: Iterable[Path]) -> list[Step]:
             steps = {number: step for number, step in steps.items() if number < fresh[0].number}
         steps |= {step.number: step for step in fresh}
     return [steps[number] for number in sorted(steps)]
+
+
+def validation(paths: Iterable[Path]) -> dict[str, float]:
+    """The scores of the last validation, by verl's names (``val-core/...``); empty without one."""
+    last: dict[str, float] = {}
+    for path in paths:
+        for line in path.read_bytes().splitlines():
+            try:
+                data = json.loads(line)["data"]
+            except (ValueError, KeyError, TypeError):  # a line that was cut off
+                continue
+            last = {name: value for name, value in data.items() if name.startswith("val-core/")} or last
+    return last

@@ -18,6 +18,7 @@ ALGORITHMS = {
 """The names of ``--algorithm`` and verl's ``algorithm.adv_estimator`` for each."""
 
 DTYPES = ("float32", "bfloat16")
+_DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16"}
 
 OURS = {
     "trainer.logger": "the progress display reads verl's file logger",
@@ -98,6 +99,7 @@ def resolve(asked: dict[str, Any], overrides: list[str], default_out: Path) -> O
             legal="above 0, below 1",
             fix="1e-6 to 1e-5 for a pretrained model, 1e-3 to 1e-2 for the tiny one",
         )
+    values["dtype"] = _DTYPE_ALIASES.get(values["dtype"], values["dtype"])
     _check_choice("dtype", values["dtype"], DTYPES)
     _check_choice("algorithm", values["algorithm"], tuple(ALGORITHMS))
     if values["algorithm"] in ("grpo", "rloo") and values["samples"] < 2:

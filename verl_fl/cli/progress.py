@@ -23,6 +23,9 @@ PHASES = (
 )
 """What verl prints on its way, and what it means to a user, in order."""
 
+_ERROR = re.compile(r"(?:^|\) )ERROR:[\d\- :,]+:(.*)")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
 
 def phase_of(line: str) -> int | None:
     """The index into :data:`PHASES` that a line of verl's log announces."""
@@ -39,6 +42,7 @@ class Progress:
         self._done = done
         self._out = out or sys.stdout
         self._phase = -1
+        self._errors: set[str] = set()
         self._began = self._changed = self._told = time.monotonic()
         self._first_start: float | None = None
         self._last_end: float | None = None
@@ -68,7 +72,9 @@ class Progress:
             print(text, file=self._out, flush=True)
 
     def log_line(self, line: str) -> None:
-        """Take in a line of verl's log."""
+        """Take in a line of verl's log: a new phase, or an error that does not end the run, shown once."""
+        if (match := _ERROR.search(_ANSI.sub("", line))) is not None:
+            self._error(match[1])
         index = phase_of(line)
         if index is None or index <= self._phase or self.steps:
             return
@@ -78,6 +84,12 @@ class Progress:
             self._bar.phase(text)
         else:
             self.say(f"{self._changed - self._began:6.1f} s  {text}")
+
+    def _error(self, message: str) -> None:
+        kind = re.sub(r"\d+", "#", message)
+        if kind not in self._errors:
+            self._errors.add(kind)
+            self.say(f"error: {message}")
 
     def step(self, step: Step) -> None:
         """Take in a step that has just ended."""

@@ -50,6 +50,7 @@ def _prepare(chosen: Options) -> dict[str, str | None]:
     from verl_fl.cli import toy
 
     out = Path(chosen.out)
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     out.mkdir(parents=True, exist_ok=True)
     print(f"run folder: {out}", flush=True)
     try:
@@ -60,13 +61,14 @@ def _prepare(chosen: Options) -> dict[str, str | None]:
         if chosen.model is None:
             print("making a tiny model with random weights", flush=True)
             toy.make_model(out / "model", chosen.seed)
-        model = (
-            str(out / "model")
-            if chosen.model is None
-            else inputs.fetch_model(chosen, lambda text: print(text, flush=True))
-        )
+            model = str(out / "model")
+        else:
+            model = inputs.fetch_model(chosen, lambda text: print(text, flush=True))
     except BaseException:  # nothing was started, so nothing is kept
         shutil.rmtree(out, ignore_errors=True)
+        for folder in made[1:]:
+            with contextlib.suppress(OSError):  # another run may have put its own folder there
+                folder.rmdir()
         raise
     own_reward = None if chosen.reward == "verl" else str(Path(chosen.reward or reward).expanduser().absolute())
     prepared = {"model": model, "train": chosen.train or str(train), "reward": own_reward}
@@ -169,6 +171,8 @@ def _report(chosen: Options, earlier: list[metrics.Step], progress: Progress, li
         f"\nreward {figures['reward_first']} -> {figures['reward_last']} in {figures['steps']} steps, "
         f"{figures['train_seconds']} s, {figures['tokens_per_second']} tokens/s\n"
     )
+    for name, score in figures["validation"].items():
+        print(f"  {name}: {score:.4f}")
     for name, path in paths.items():
         print(f"  {name:<12}{path}")
     print(target)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_fl._version import __version__
+from verl_fl.cli import metrics
 from verl_fl.cli.metrics import Step
 from verl_fl.cli.options import Options
 
@@ -52,6 +53,7 @@ def write(
     summary = {
         **figures(steps, wall_s),
         "seed": options.seed,
+        "validation": metrics.validation(metrics.files(Path(options.out))),
         "rewards": [None if math.isnan(step.reward) else round(step.reward, 4) for step in steps],
         "options": asdict(options),
         "command": shlex.join(sys.argv),

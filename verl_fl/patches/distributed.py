@@ -96,14 +96,16 @@ def pinned_offload(original: type) -> Callable:
 
 @patch(
     target="verl.utils.fsdp_utils:fsdp2_sharded_save_to_cpu",
-    why="verl snapshots the policy with .cpu(), which on a CPU returns the live parameters: decoupled PPO "
-    "(parameter_sync_step > 1) then restores nothing and computes old log-probs with the wrong weights, silently",
+    why="verl snapshots the policy with .cpu(), which on a CPU returns the live parameters, and it takes parameters that "
+    "are gathered at that moment for plain tensors: decoupled PPO (parameter_sync_step > 1) then computes old "
+    "log-probabilities with the wrong weights, silently",
     reference="verl/utils/fsdp_utils.py fsdp2_sharded_save_to_cpu",
-    remove_when="verl copies with .to('cpu', copy=True), as it does for FSDP1",
+    remove_when="verl shards the model first and copies with .to('cpu', copy=True), as it does for FSDP1",
 )
 def snapshot_is_a_copy(original: Callable) -> Callable:
     @functools.wraps(original)
     def fsdp2_sharded_save_to_cpu(model: Any) -> tuple[dict, Any]:
+        _reshard(model)
         state, spec = original(model)
         live = {getattr(param, "_local_tensor", param).data_ptr() for param in model.parameters()}
         copied = {
@@ -112,3 +114,27 @@ def snapshot_is_a_copy(original: Callable) -> Callable:
         return copied, spec
 
     return fsdp2_sharded_save_to_cpu
+
+
+@patch(
+    target="verl.utils.fsdp_utils:fsdp2_sharded_load_from_cpu",
+    why="the counterpart restores into gathered parameters, which are thrown away at the next reshard, or finds no "
+    "sharded ones at all (reshard_after_forward=False) and raises",
+    reference="verl/utils/fsdp_utils.py fsdp2_sharded_load_from_cpu",
+    remove_when="verl shards the model before it restores it",
+)
+def restore_into_shards(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def fsdp2_sharded_load_from_cpu(model: Any, *args: Any, **kwargs: Any) -> None:
+        _reshard(model)
+        original(model, *args, **kwargs)
+
+    return fsdp2_sharded_load_from_cpu
+
+
+def _reshard(model: Any) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

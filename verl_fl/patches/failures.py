@@ -100,15 +100,14 @@ def short(error: BaseException) -> str:
     import re
     import traceback
 
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     cause = getattr(error, "cause", None)
     if cause is not None:  # from another process: the frames are text
         frames += [(name, int(line)) for name, line in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
         error = cause
     own = [frame for frame in frames if "site-packages" not in frame[0] and not re.search(r"/lib/python3", frame[0])]
-    where = (own or frames or [None])[-1]
     text = " ".join(str(error).split())[:400]
-    return f"{type(error).__name__}: {text}" + (f" ({where[0]}:{where[1]})" if where else "")
+    return f"{type(error).__name__}: {text}" + "".join(f" ({name}:{line})" for name, line in (own or frames)[-1:])
 
 
 # --- in the trainer ---------------------------------------------------------------------------------------------

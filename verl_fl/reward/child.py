@@ -83,8 +83,7 @@ def describe(error: BaseException, file: str | None = None) -> str:
     """One line for ``error``: type, message, and where it was raised, in ``file`` if it passed there."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and Path(frame.filename).resolve() == Path(file).resolve()]
-    frame = (own or frames or [None])[-1]
-    where = f" ({frame.filename}:{frame.lineno})" if frame else ""
+    where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or frames)[-1:])
     text = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
 

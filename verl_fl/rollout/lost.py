@@ -41,12 +41,22 @@ def handle(buffer: Any, watch: Watch, trainer: Any) -> bool:
     dead = find_dead(manager) if waiting and sent else []
     orphans = {uid for uid, (_, _, worker) in sent.items() if worker in dead}
     lost.update({key: "its agent-loop worker has died" for key in waiting if key[1] in orphans})
-    for (partition, uid), why in sorted(lost.items()):
-        if watch.lost(partition, uid, why, known=uid in sent) == "resend":
+    decided = {key: (watch.lost(*key, known=key[1] in sent), why) for key, why in sorted(lost.items())}
+    _log(decided)
+    for (partition, uid), (action, why) in decided.items():
+        if action == "resend":
             watch.resent(resend(buffer, trainer, partition, uid))
         else:
             drop(partition, uid, why)
     return bool(lost)
+
+
+def _log(decided: dict[tuple[str, str], tuple[str, str]]) -> None:
+    done = {"resend": "sent again", "drop": "dropped, and counted as failed"}
+    for action, why in sorted(set(decided.values())):
+        uids = [uid for (_, uid), decision in decided.items() if decision == (action, why)]
+        more = f" and {len(uids) - 4} more" if len(uids) > 4 else ""
+        logger.error("rollout: %s: %s: prompt %s%s", why, done[action], ", ".join(uids[:4]), more)
 
 
 def drop(partition: str, uid: str, why: str) -> None:

@@ -148,14 +148,11 @@ class Watch:
         limit = float(self.settings.rollout__prompt_timeout_s)
         return {key for key, age in self._ages.items() if limit and age > limit}
 
-    def lost(self, partition: str, uid: str, why: str, *, known: bool) -> str:
-        """Note a lost prompt, log it, and say what to do with it: ``resend`` or ``drop``."""
+    def lost(self, partition: str, uid: str, *, known: bool) -> str:
+        """Note a lost prompt and say what to do with it: ``resend`` or ``drop``. ``known``: its row was kept."""
         self._counts[partition, "rollout/lost_prompts"] += 1
         again = self.settings.rollout__on_lost == "resend" and known and uid not in self._resent
-        action = "resend" if again else "drop"
-        done = "sent again" if again else "dropped, and counted as failed"
-        logger.error("rollout: prompt %s is lost (%s); %s", uid, why, done)
-        return action
+        return "resend" if again else "drop"
 
     def resent(self, uid: str) -> None:
         """``uid`` is a second try; if it is lost too, it will be dropped."""

@@ -54,7 +54,9 @@ class _Group:
         weights = [linear.weight for linear in self._linears]
         self.packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights) if len(weights) > 1 else weights[0])
         if any(linear.bias is not None for linear in self._linears):
-            zeros = [w.new_zeros(len(w)) if m.bias is None else m.bias for w, m in zip(weights, self._linears, strict=True)]
+            zeros = [
+                w.new_zeros(len(w)) if m.bias is None else m.bias for w, m in zip(weights, self._linears, strict=True)
+            ]
             self.bias = torch.cat(zeros)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:

@@ -195,9 +195,7 @@ class AsyncEngine:
         self._parked = [p for p in self._parked if p not in chosen]
         for request_id, _, params in chosen:
             empty = [] if params.logprobs else None
-            outputs.append(
-                RequestOutput(request_id=request_id, token_ids=[], log_probs=empty, finish_reason="abort")
-            )
+            outputs.append(RequestOutput(request_id=request_id, token_ids=[], log_probs=empty, finish_reason="abort"))
         self._deliver(outputs)
         return [o.request_id for o in outputs]
 

@@ -101,7 +101,7 @@ class SlotCache(_AttentionOnlyCache):
         old_keys, old_values = self.keys, self.values
         self.keys, self.values = [], []
         for i, shape in enumerate(self.shapes):
-            # Zeros, not empty: masked positions still enter the product with the values, where a stray NaN would spread.
+            # Zeros, not empty: masked positions still enter the product with the values; a stray NaN would spread.
             for new, old, dim in ((self.keys, old_keys, shape.key_dim), (self.values, old_values, shape.value_dim)):
                 size = (self.slots, self.capacity, shape.kv_heads, dim)
                 new.append(torch.zeros(size, dtype=self.dtype, device=self.device))

@@ -161,9 +161,7 @@ class NativeEngine:
 
     # -- weights and memory -------------------------------------------------------------------------------------------
 
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None
-    ) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None) -> None:
         """Replace all weights (HF state_dict names). Running requests continue on the new ones, tokens kept.
 
         Raises what `ServedWeights.load` raises; generation is then refused until a full update succeeds.

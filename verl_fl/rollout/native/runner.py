@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 
 from verl_fl.rollout.native import attention
 from verl_fl.rollout.native.cache import LayerShape, ShapeProbe, SlotCache
+
+# On CPU a prefill runs in pieces whose activations stay in the caches; sorted by length, pieces also pad less.
+_CPU_CHUNK_TOKENS = 1024
 
 
 class ModelRunner:
@@ -19,6 +23,7 @@ class ModelRunner:
     def __init__(self, model: torch.nn.Module, *, budget_bytes: int) -> None:
         self.model = model
         self.device = next(model.parameters()).device
+        self._chunk = _CPU_CHUNK_TOKENS if self.device.type == "cpu" else sys.maxsize
         model.requires_grad_(False).eval()
         self._last: torch.Tensor | None = None
         _check_interface(model)
@@ -31,7 +36,17 @@ class ModelRunner:
         self.cache = SlotCache(shapes, dtype=dtype, device=self.device, budget_bytes=budget_bytes)
 
     def prefill(self, prompts: Sequence[Sequence[int]], first_slot: int) -> torch.Tensor:
-        """Logits [N, V] after each prompt; its keys and values lie in slot first_slot + i."""
+        """Logits [N, V] after each prompt; its keys and values lie in slot first_slot + i. Best sorted by length."""
+        logits, start = [], 0
+        while start < len(prompts):
+            end = start + 1
+            while end < len(prompts) and max(map(len, prompts[start : end + 1])) * (end + 1 - start) <= self._chunk:
+                end += 1
+            logits.append(self._prefill_chunk(prompts[start:end], first_slot + start))
+            start = end
+        return torch.cat(logits)
+
+    def _prefill_chunk(self, prompts: Sequence[Sequence[int]], first_slot: int) -> torch.Tensor:
         longest = max(map(len, prompts))
         # Padded on the right: causal attention never looks there, and each slot starts at position 0.
         ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self.device)

@@ -179,9 +179,9 @@ def _pick(weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def draw_filtered(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, log_min_p: torch.Tensor, u: torch.Tensor
 ) -> torch.Tensor:
-    """Token ids [N] after top-k, then top-p among those, then min-p, each [N, 1] (top_k 0, top_p 1, log_min_p -inf: off).
+    """Token ids [N] drawn after top-k, then top-p among those, then min-p.
 
-    logits [N, V] fp32, already tempered.
+    logits [N, V] fp32, already tempered; the limits are [N, 1], off at top_k 0, top_p 1, log_min_p -inf.
     """
     vocab = logits.shape[1]
     bounded = bool((top_k > 0).all())
