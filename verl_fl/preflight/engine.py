@@ -26,6 +26,7 @@ def choose_engines(config: Any, *, use_reference: bool, use_critic: bool) -> Non
     if not supported:
         _fsdp2_for(config, roles, reason)
     _save_in_step(config, roles)
+    _merge_lora_for_sync(config)
     _check_rollout(config)
 
 
@@ -45,6 +46,16 @@ def _save_in_step(config: Any, roles: list[str]) -> None:
         if select(config, key) and select(config, f"{role}.strategy") in _FSDP:
             _set(config, key, False)
             logger.warning("preflight: %s=False, because FSDP saves synchronously and would leave no tracker", key)
+
+
+def _merge_lora_for_sync(config: Any) -> None:
+    """A checkpoint engine sends verl's base weights only, never the adapter: case lora-split, a rollout that is not
+    trained at all. Merged weights carry it."""
+    lora = max(int(select(config, f"actor_rollout_ref.model.{key}", 0)) for key in ("lora_rank", "lora.rank"))
+    separate = select(config, "trainer.v1.trainer_mode") == "separate_async"
+    if lora > 0 and separate and not select(config, "actor_rollout_ref.model.lora.merge", False):
+        _set(config, "actor_rollout_ref.model.lora.merge", True)
+        logger.warning("preflight: model.lora.merge=True, because separate_async syncs no adapter beside the weights")
 
 
 def _check_rollout(config: Any) -> None:
