@@ -15,7 +15,14 @@ HERE = Path(__file__).resolve().parent
 
 
 def train(
-    model: str, folder: Path, *, steps: int, prompts: int, samples: int, new_tokens: int, overrides: tuple[str, ...] = ()
+    model: str,
+    folder: Path,
+    *,
+    steps: int,
+    prompts: int,
+    samples: int,
+    new_tokens: int,
+    overrides: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
     """Run ``verl.trainer.main_ppo +fl=cpu`` in ``folder`` and return each step's metrics.
 
@@ -31,8 +38,8 @@ def train(
         f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
         f"reward.custom_reward_function.path={HERE}/_arithmetic.py",
         f"trainer.total_training_steps={steps}", "trainer.total_epochs=1", "trainer.logger=[file]",
-        f"trainer.default_local_dir={folder}/checkpoints", "trainer.resume_mode=disable", f"hydra.run.dir={folder}/hydra",
-        *overrides,
+        f"trainer.default_local_dir={folder}/checkpoints", "trainer.resume_mode=disable",
+        f"hydra.run.dir={folder}/hydra", *overrides,
     ]  # fmt: skip
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_PATH": str(metrics)}
     with open(log, "w") as out:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import _common  # noqa: E402
-from _training import hf_folder, train  # noqa: E402
+import _common
+from _training import hf_folder, train
 
 METRIC = "training/rollout_log_probs_diff/mean"
 FP32 = (
@@ -36,7 +36,13 @@ def main() -> None:
             folder = Path(text)
             lr = f"actor_rollout_ref.actor.optim.lr={args.lr}"
             steps = train(
-                hf_folder(args.model, folder), folder, steps=6, prompts=4, samples=4, new_tokens=24, overrides=(*overrides, lr)
+                hf_folder(args.model, folder),
+                folder,
+                steps=6,
+                prompts=4,
+                samples=4,
+                new_tokens=24,
+                overrides=(*overrides, lr),
             )
         result[f"{name}_first"], result[name] = steps[0][METRIC], steps[5][METRIC]
         print(f"{name}: {result[f'{name}_first']:.2e} before training, {result[name]:.2e} after five steps", flush=True)

@@ -35,9 +35,18 @@ def main() -> None:
         folder = Path(text)
         args.model = hf_folder(args.model, folder)
         trl = None if args.skip_trl else call_trl(args, folder)
-        overrides = (f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}", f"actor_rollout_ref.rollout.dtype={args.dtype}")
+        overrides = (
+            f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
+            f"actor_rollout_ref.rollout.dtype={args.dtype}",
+        )
         steps = train(
-            args.model, folder, steps=args.steps, prompts=PROMPTS, samples=SAMPLES, new_tokens=NEW_TOKENS, overrides=overrides
+            args.model,
+            folder,
+            steps=args.steps,
+            prompts=PROMPTS,
+            samples=SAMPLES,
+            new_tokens=NEW_TOKENS,
+            overrides=overrides,
         )
     report(steps, trl)
 

@@ -11,11 +11,24 @@ from verl_fl.platform.base import Platform
 from verl_fl.platform.bridge import to_verl
 from verl_fl.platform.manager import platform_classes
 
-SIXTEEN = (
-    "is_available current_device device_count set_device synchronize manual_seed manual_seed_all "
-    "set_allocator_settings empty_cache get_device_capability communication_backend_name visible_devices_envvar "
-    "nvtx_range profiler_start profiler_stop cudart"
-).split()
+SIXTEEN = [
+    "is_available",
+    "current_device",
+    "device_count",
+    "set_device",
+    "synchronize",
+    "manual_seed",
+    "manual_seed_all",
+    "set_allocator_settings",
+    "empty_cache",
+    "get_device_capability",
+    "communication_backend_name",
+    "visible_devices_envvar",
+    "nvtx_range",
+    "profiler_start",
+    "profiler_stop",
+    "cudart",
+]
 
 
 @pytest.fixture(params=sorted(platform_classes()))

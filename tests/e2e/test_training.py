@@ -49,8 +49,8 @@ class Run:
             f"+ray_kwargs.ray_init._temp_dir={self.ray_dir}", *overrides,
         ]  # fmt: skip
         env = {**os.environ, "VERL_FILE_LOGGER_PATH": str(self.metrics), "HF_HUB_OFFLINE": "1"}
-        out = open(self.log, "w")
-        return subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=self.folder, start_new_session=True)
+        with open(self.log, "w") as out:
+            return subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=self.folder, start_new_session=True)
 
     def steps(self, *overrides):
         """Run to the end; each step's metrics, by step."""

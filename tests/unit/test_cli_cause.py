@@ -55,9 +55,9 @@ verl_fl.errors.PlacementError: no node has fl_cpu
 """
 
 ONLY_A_WORKER = """\
-(WorkerDict pid=9) Traceback (most recent call last):
-(WorkerDict pid=9)   File "a.py", line 1, in f
-(WorkerDict pid=9) RuntimeError: out of room
+\x1b[36m(WorkerDict pid=9)\x1b[0m Traceback (most recent call last):
+\x1b[36m(WorkerDict pid=9)\x1b[0m   File "a.py", line 1, in f
+\x1b[36m(WorkerDict pid=9)\x1b[0m RuntimeError: out of room
 Killed
 """
 

@@ -41,6 +41,7 @@ def test_version_is_the_packages():
         (["quickstart", "nonsense"], "is not an override"),
         (["quickstart", "--resume", "absent"], "is not a run folder"),
         (["quickstart", "--steps", "many"], "--steps"),
+        (["quickstart", "--model", "verl-fl-tests/absent"], "can't be had"),
         (["quickstart", "--colour", "red"], "--colour"),
         (["no-such-command"], "no-such-command"),
     ],

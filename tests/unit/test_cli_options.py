@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_fl.cli import command, inputs, options, resume
+from verl_fl.cli import command, inputs, models, options, resume
 from verl_fl.cli._exit import UsageError
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
@@ -225,7 +225,7 @@ def test_a_hub_model_that_is_not_in_the_cache_is_refused_offline(tmp_path, monke
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UsageError) as error:
-        inputs.fetch_model(resolve(tmp_path, model="verl-fl-tests/absent"), lambda text: None)
+        models.fetch(resolve(tmp_path, model="verl-fl-tests/absent"), lambda text: None)
     assert_clear(error.value, "HF_HUB_OFFLINE=1", "local folder")
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,9 @@ def test_train_seconds_runs_from_the_first_steps_start_to_the_last_ones_end(monk
     first, second = steps(0.1, 0.2, seconds=2.0)
     now[0] = 110.0
     shown.step(first)
-    now[0] = 113.0
-    shown.step(second)
-    assert shown.train_seconds == 5.0
+    now[0] = 117.0
+    shown.step(replace(second, validation_seconds=4.0))
+    assert shown.train_seconds == 5.0, "validation after the last step is not training"
 
 
 def test_a_run_in_which_nothing_happens_says_so_once_a_minute(monkeypatch):

@@ -18,7 +18,9 @@ def test_the_ledger_page_is_the_ledger():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_in_a_page_exists(page):
-    named = set(re.findall(r"`((?:verl_fl|tests|benchmarks|docs|examples|scripts|hydra_plugins)/[\w./-]*)`", page.read_text()))
+    named = set(
+        re.findall(r"`((?:verl_fl|tests|benchmarks|docs|examples|scripts|hydra_plugins)/[\w./-]*)`", page.read_text())
+    )
     named |= {link for link in re.findall(r"\]\(([\w./-]+)\)", page.read_text())}
     missing = {path for path in named if not (ROOT / path).exists() and not (page.parent / path).exists()}
     assert not missing

@@ -49,7 +49,7 @@ def test_every_patch_is_listed_and_applied_unless_a_package_is_absent():
 def test_a_missing_package_that_is_needed_is_a_problem_with_its_remedy(monkeypatch):
     report = packages(monkeypatch, requirement(package="no-such-package", tested=">=3"))
     assert not report.healthy
-    assert report.problems == ["no-such-package is not installed: pip install 'no-such-package>=3'"]
+    assert report.problems == ["no-such-package is not installed\n  do: pip install 'no-such-package>=3'"]
 
 
 def test_a_missing_package_that_only_something_needs_is_told_but_no_problem(monkeypatch):
@@ -87,6 +87,13 @@ def test_without_verl_or_torch_the_rest_is_still_told(monkeypatch, absent):
     assert report.machine["cores"]
     assert bool(report.platform) == (absent == "verl")
     assert report.registered == {}
+
+
+def test_an_unknown_platform_is_one_problem_with_its_own_remedy(monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "moon")
+    report = doctor.examine()
+    assert len(report.problems) == 1, report.problems
+    assert report.problems[0].count("\n  do: ") == 1 and "moon" in report.problems[0]
 
 
 def test_an_unhealthy_report_exits_with_1_and_still_prints_json(monkeypatch, capsys):

@@ -17,13 +17,19 @@ def sync(weights, *, receivers=1, bucket_size=64):
     engines[0]._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     metadata = [{"host": "127.0.0.1", "port": engines[0]._store.port}]
     trainer, rollout = GlooCheckpointEngine.build_topology(1, receivers, metadata)
-    kwargs = [{key: values[i] for key, values in group.items()} for group in (trainer, rollout) for i in range(len(group["rank"]))]
+    kwargs = [
+        {key: values[i] for key, values in group.items()}
+        for group in (trainer, rollout)
+        for i in range(len(group["rank"]))
+    ]
 
     async def receive(engine):
         return [(name, tensor.clone()) async for name, tensor in engine.receive_weights()]
 
     async def main():
-        await asyncio.gather(*[asyncio.to_thread(e.init_process_group, **k) for e, k in zip(engines, kwargs, strict=True)])
+        await asyncio.gather(
+            *[asyncio.to_thread(e.init_process_group, **k) for e, k in zip(engines, kwargs, strict=True)]
+        )
         jobs = [engines[0].send_weights(iter(weights)), *[receive(engine) for engine in engines[1:]]]
         return await asyncio.gather(*jobs, return_exceptions=True)
 
@@ -37,7 +43,9 @@ def same(received, sent):
     assert [name for name, _ in received] == [name for name, _ in sent]
     for (_, got), (_, expected) in zip(received, sent, strict=True):
         assert got.dtype == expected.dtype and got.shape == expected.shape
-        assert torch.equal(got.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
+        assert torch.equal(
+            got.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8)
+        )
 
 
 def test_every_order_of_mixed_dtypes_in_one_bucket_is_bit_equal():

@@ -53,7 +53,9 @@ def test_bfloat16_logits_give_fp32_log_probs(data):
 def test_a_masked_token_has_no_entropy_and_a_finite_gradient():
     logits = torch.tensor([[0.0, 1.0, float("-inf")]], requires_grad=True)
     entropy = log_probs.token_entropy(logits)
-    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=torch.tensor([0.0, 1.0])).entropy()[None])
+    torch.testing.assert_close(
+        entropy, torch.distributions.Categorical(logits=torch.tensor([0.0, 1.0])).entropy()[None]
+    )
     entropy.sum().backward()
     assert torch.isfinite(logits.grad).all()
 

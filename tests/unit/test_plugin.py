@@ -23,7 +23,11 @@ print(PlatformRegistry.get("cpu") is not None, platform_manager._current_platfor
 
 @pytest.mark.parametrize(
     "env",
-    [{}, {"VERL_USE_EXTERNAL_PLUGINS": "fl"}, {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_fl.plugin"}],
+    [
+        {},
+        {"VERL_USE_EXTERNAL_PLUGINS": "fl"},
+        {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_fl.plugin"},
+    ],
     ids=["auto", "by name", "as a module"],
 )
 def test_import_verl_registers_without_fixing_the_platform(env):

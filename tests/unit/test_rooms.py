@@ -26,7 +26,9 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    code = "import sys, verl_fl; print([m for m in ('torch', 'ray', 'verl', 'vllm', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, verl_fl; print([m for m in ('torch', 'ray', 'verl', 'vllm', 'transformers') if m in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
@@ -44,7 +46,8 @@ def test_only_the_platform_room_names_a_vendor(path):
     docstrings = {
         node.body[0].value.lineno
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and ast.get_docstring(node)
     }
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     named = [

@@ -91,10 +91,11 @@ def examine() -> Report:
     if "torch" in broken:
         return report
     has_verl = "verl" not in broken
+    if not _attempt(report, "the platform", lambda: report.platform.update(_platform(has_verl))):
+        return report  # most of verl asks for the platform while it is imported, so it would fail in the same way
     if has_verl:
         _attempt(report, "the plugin verl_fl.plugin", _load_plugin, fix="pip install --force-reinstall verl-fl")
         _attempt(report, "verl's registries", lambda: report.registered.update(_registries()))
-    _attempt(report, "the platform", lambda: report.platform.update(_platform(has_verl)))
     _patches(report, has_verl)
     return report
 
@@ -104,7 +105,9 @@ def _packages(report: Report) -> None:
     good = (3, 10) <= sys.version_info[:2] < (3, 13)
     report.packages.append({"name": "python", "version": python, "tested": ">=3.10,<3.13", "ok": good, "note": ""})
     if not good:
-        report.problems.append(f"python {python} is outside >=3.10,<3.13: make a virtual environment with another one")
+        report.problems.append(
+            f"python {python} is outside >=3.10,<3.13\n  do: make a virtual environment with another one"
+        )
     for requirement in REQUIREMENTS:
         found, note = _look_at(requirement)
         needed = not requirement.missing
@@ -118,7 +121,8 @@ def _packages(report: Report) -> None:
         report.packages.append(row)
         install = f"pip install '{requirement.package}{requirement.tested}'"
         if note and needed:
-            report.problems.append(f"{requirement.package} {note}: {install}")
+            again = install.replace("install", "install --force-reinstall", 1) if "does not load" in note else install
+            report.problems.append(f"{requirement.package} {note}\n  do: {again}")
         elif note:
             report.missing.append({"package": requirement.package, "for": requirement.missing, "do": install})
 
@@ -216,7 +220,7 @@ def _patches(report: Report, has_verl: bool) -> None:
             note = f"{patch.module} is not importable here ({_first_line(error)})"
         except Exception as error:  # a patch that no longer fits, or verl's own import
             note = f"{type(error).__name__}: {_first_line(error)}"
-            report.problems.append(f"patch {patch.name}: {note}: install verl in the tested range")
+            report.problems.append(f"patch {patch.name}: {note}\n  do: install verl in the tested range")
         report.patches.append(
             {
                 "name": patch.name,
@@ -229,11 +233,15 @@ def _patches(report: Report, has_verl: bool) -> None:
         )
 
 
-def _attempt(report: Report, what: str, look: Callable[[], object], fix: str = "see the packages above") -> None:
+def _attempt(report: Report, what: str, look: Callable[[], object], fix: str = "see the packages above") -> bool:
+    """Whether ``look`` came through; what it raises becomes a problem, with ``fix`` unless it brings its own."""
     try:
         look()
     except Exception as error:  # doctor's whole point is to go on
-        report.problems.append(f"{what}: {type(error).__name__}: {error}: {fix}")
+        remedy = "" if "\n  do: " in str(error) else f"\n  do: {fix}"
+        report.problems.append(f"{what}: {type(error).__name__}: {error}{remedy}")
+        return False
+    return True
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,6 +22,8 @@ class Step:
     """Prompt and response tokens of the step's batch."""
     response_length: float
     """Mean, in tokens."""
+    validation_seconds: float = 0.0
+    """Spent on validation after the step, before its line was written."""
 
 
 def parse(line: str | bytes) -> Step | None:
@@ -39,6 +41,7 @@ def parse(line: str | bytes) -> Step | None:
         seconds=_number(data, "timing_s/step"),
         tokens=int(_number(data, "perf/total_num_tokens", default=0.0)),
         response_length=_number(data, "response_length/mean"),
+        validation_seconds=_number(data, "timing_s/testing", default=0.0),
     )
 
 

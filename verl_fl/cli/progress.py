@@ -94,9 +94,9 @@ class Progress:
     def step(self, step: Step) -> None:
         """Take in a step that has just ended."""
         now = time.monotonic()
+        self._changed, self._last_end = now, now - step.validation_seconds
         if self._first_start is None:
-            self._first_start = now - step.seconds
-        self._last_end = self._changed = now
+            self._first_start = self._last_end - step.seconds
         self.steps.append(step)
         speed = step.tokens / step.seconds if step.seconds > 0 else 0.0
         if self._bar:

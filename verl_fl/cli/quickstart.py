@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl_fl.cli import cause, command, curve, inputs, metrics, options, resume, summary
+from verl_fl.cli import cause, command, curve, inputs, metrics, models, options, resume, summary
 from verl_fl.cli._exit import INTERRUPTED, RunError
 from verl_fl.cli.child import Child
 from verl_fl.cli.options import Options
@@ -63,7 +63,7 @@ def _prepare(chosen: Options) -> dict[str, str | None]:
             toy.make_model(out / "model", chosen.seed)
             model = str(out / "model")
         else:
-            model = inputs.fetch_model(chosen, lambda text: print(text, flush=True))
+            model = models.fetch(chosen, lambda text: print(text, flush=True))
     except BaseException:  # nothing was started, so nothing is kept
         shutil.rmtree(out, ignore_errors=True)
         for folder in made[1:]:

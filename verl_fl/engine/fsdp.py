@@ -29,6 +29,14 @@ class _OnAnyPlatform:
         use_cores(local_world_size=int(os.environ.get("RAY_LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
+    def _build_module(self) -> Any:
+        module = super()._build_module()  # type: ignore[misc]
+        if _verl.current_platform().device_name == "cpu" and module.config._attn_implementation == "sdpa":
+            from verl_fl.engine import attention
+
+            module.set_attn_implementation(attention.NAME)
+        return module
+
 
 class LMHeadEngine(_OnAnyPlatform, FSDPEngineWithLMHead):
     """Actor and reference model."""

@@ -96,8 +96,8 @@ def pinned_offload(original: type) -> Callable:
 
 @patch(
     target="verl.utils.fsdp_utils:fsdp2_sharded_save_to_cpu",
-    why="verl snapshots the policy with .cpu(), which on a CPU returns the live parameters, and it takes parameters that "
-    "are gathered at that moment for plain tensors: decoupled PPO (parameter_sync_step > 1) then computes old "
+    why="verl snapshots the policy with .cpu(), which on a CPU returns the live parameters, and it takes parameters "
+    "that are gathered at that moment for plain tensors: decoupled PPO (parameter_sync_step > 1) then computes old "
     "log-probabilities with the wrong weights, silently",
     reference="verl/utils/fsdp_utils.py fsdp2_sharded_save_to_cpu",
     remove_when="verl shards the model first and copies with .to('cpu', copy=True), as it does for FSDP1",
@@ -109,7 +109,8 @@ def snapshot_is_a_copy(original: Callable) -> Callable:
         state, spec = original(model)
         live = {getattr(param, "_local_tensor", param).data_ptr() for param in model.parameters()}
         copied = {
-            name: (tensor.clone() if tensor.data_ptr() in live else tensor, own) for name, (tensor, own) in state.items()
+            name: (tensor.clone() if tensor.data_ptr() in live else tensor, own)
+            for name, (tensor, own) in state.items()
         }
         return copied, spec
 

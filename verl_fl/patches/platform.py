@@ -12,7 +12,7 @@ import psutil
 from verl_fl import _env, _verl
 from verl_fl.patches.ledger import patch
 from verl_fl.platform.base import Probe
-from verl_fl.platform.manager import Detection, detect, platform_classes
+from verl_fl.platform.manager import Detection, ProbeFn, detect, platform_classes
 
 logger = logging.getLogger("verl_fl.platform")
 
@@ -22,7 +22,7 @@ def detection() -> Detection:
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
     ours = platform_classes()
-    foreign = {
+    foreign: dict[str, ProbeFn] = {
         name: functools.partial(_probe_stock, PlatformRegistry.get(name))
         for name in PlatformRegistry.registered_names()
         if name not in ours
@@ -70,7 +70,9 @@ def explicit_device(original: Callable) -> Callable:
             from verl.plugin.platform import platform_manager, set_platform
 
             logger.warning("platform: cpu instead of %s, because trainer.device=cpu was given", name)
-            set_platform(platform_manager.PlatformRegistry.get("cpu")())
+            cpu = platform_manager.PlatformRegistry.get("cpu")
+            assert cpu is not None, "the plugin registers it"
+            set_platform(cpu())
         elif device != name:
             config.trainer.device = name
 

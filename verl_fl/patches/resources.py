@@ -29,7 +29,9 @@ def resource_count(original: Callable) -> Callable:
     @functools.wraps(original)
     def _check_resource_available(self: Any) -> None:
         resource = _verl.current_platform().ray_resource_name()
-        pools = {name: [{resource: float(count)}] for name, counts in self.resource_pool_spec.items() for count in counts}
+        pools = {
+            name: [{resource: float(count)}] for name, counts in self.resource_pool_spec.items() for count in counts
+        }
         demand = [{resource: float(count)} for counts in self.resource_pool_spec.values() for count in counts]
         check_demand(demand, what=f"resource pools {', '.join(pools)}")
 
@@ -70,8 +72,11 @@ def check_demand(groups: list[Bundle], *, what: str) -> None:
     """
     import ray
 
-    supply = {node["NodeManagerAddress"] + f" ({node['NodeID'][:6]})": dict(node["Resources"]) for node in ray.nodes()
-              if node["Alive"]}
+    supply = {
+        node["NodeManagerAddress"] + f" ({node['NodeID'][:6]})": dict(node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"]
+    }
     free = {node: dict(resources) for node, resources in supply.items()}
     for group in sorted(groups, key=lambda group: -sum(group.values())):
         for resources in free.values():
@@ -114,7 +119,10 @@ def _show(groups: list[Bundle]) -> str:
 
 
 def _nodes(supply: dict[str, Bundle], names: set[str]) -> str:
-    rows = [f"{node}: " + ", ".join(f"{name} {res.get(name, 0):g}" for name in sorted(names)) for node, res in supply.items()]
+    rows = [
+        f"{node}: " + ", ".join(f"{name} {res.get(name, 0):g}" for name in sorted(names))
+        for node, res in supply.items()
+    ]
     return "; ".join(rows) or "no node is alive"
 
 

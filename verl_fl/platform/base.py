@@ -128,10 +128,10 @@ class Platform(ABC):
         """Name the enclosed block in the device's profiler; without one, do nothing."""
         yield
 
-    def profiler_start(self) -> None:
+    def profiler_start(self) -> None:  # noqa: B027  a default that does nothing is the contract
         """Start the device's profiler; without one, do nothing."""
 
-    def profiler_stop(self) -> None:
+    def profiler_stop(self) -> None:  # noqa: B027  a default that does nothing is the contract
         """Stop the device's profiler; without one, do nothing."""
 
     def cudart(self) -> Any:

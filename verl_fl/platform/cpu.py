@@ -71,7 +71,9 @@ class CPUDeviceModule:
 
     def set_device(self, device: object) -> None:
         if device not in (0, "cpu", None, torch.device("cpu")):
-            raise ValueError(f"set_device({device!r}): a CPU node has one device, 0; use more workers, not more devices")
+            raise ValueError(
+                f"set_device({device!r}): a CPU node has one device, 0; use more workers, not more devices"
+            )
 
     def device(self, device: object = None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

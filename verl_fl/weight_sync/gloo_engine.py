@@ -1,7 +1,7 @@
 """The plain baseline: trainer rank 0 broadcasts buckets through host memory to every rollout worker, over gloo.
 
-One sync is: prepare on all, a group of its own, then for each bucket a JSON manifest and the bytes, an empty manifest at
-the end, finalize. No pickle crosses the socket, and a sync whose manifest does not end in order is an error.
+One sync is: prepare on all, a group of its own, then for each bucket a JSON manifest and the bytes, an empty manifest
+at the end, finalize. No pickle crosses the socket, and a sync whose manifest does not end in order is an error.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class GlooCheckpointEngine(CheckpointEngine):
 
         return kwargs(trainer_ranks), kwargs(rollout_ranks)
 
-    def init_process_group(self, rank: int, world_size: int, master: dict[str, Any]) -> None:
+    # verl's **kwargs stand for the keys that build_topology returned.
+    def init_process_group(  # type: ignore[override]
+        self, rank: int, world_size: int, master: dict[str, Any]
+    ) -> None:
         """Join this sync's own group; a trainer rank that only gathers joins none."""
         self.rank = rank
         if rank < 0:
@@ -112,7 +115,10 @@ class GlooCheckpointEngine(CheckpointEngine):
             await self._send_manifest([])
         return {"weight_sync/bytes": float(sent)}
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    # verl annotates a coroutine and iterates over it with `async for`.
+    async def receive_weights(  # type: ignore[override]
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield each tensor once; it is a view of a buffer that the next bucket overwrites.
 
         Raises:

@@ -7,6 +7,7 @@ each nn.Linear is replaced. The packed copy doubles the memory of the linears.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,18 +47,20 @@ class _Group:
         self._shares: tuple[torch.Tensor, ...] = ()
         self.packed: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
-        linears[0].forward = self._compute if len(linears) > 1 else self._product
+        first: Any = linears[0]  # Any here and below: mypy takes no replacement for a method
+        first.forward = self._compute if len(linears) > 1 else self._product
         for i, linear in enumerate(linears[1:], start=1):
-            linear.forward = self._share(i, linear)
+            sibling: Any = linear
+            sibling.forward = self._share(i, linear)
 
     def pack(self) -> None:
         weights = [linear.weight for linear in self._linears]
         self.packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights) if len(weights) > 1 else weights[0])
         if any(linear.bias is not None for linear in self._linears):
-            zeros = [
+            biases: list[torch.Tensor] = [
                 w.new_zeros(len(w)) if m.bias is None else m.bias for w, m in zip(weights, self._linears, strict=True)
             ]
-            self.bias = torch.cat(zeros)
+            self.bias = torch.cat(biases)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")

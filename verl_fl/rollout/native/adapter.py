@@ -46,8 +46,9 @@ class ServerAdapter(BaseRollout):
     async def update_weights(
         self,
         weights: Any,
-        global_steps: int | None = None,
         wire_format: str = "named_tensors",
+        *,
+        global_steps: int | None = None,
         peft_config: dict | None = None,
         base_sync_done: bool = False,
         **_: Any,
@@ -89,7 +90,8 @@ class ServerAdapter(BaseRollout):
     def _wire(self, name: str, tensor: torch.Tensor) -> WireTensor:
         local = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         dtype = self._dtype if local.is_floating_point() else local.dtype
-        # A copy even where nothing changes: a generator may restore what it lent (merged LoRA) before the bucket is sent.
+        # A copy even where nothing changes: a generator may restore what it lent (merged LoRA) before the bucket is
+        # sent.
         local = local.detach().to("cpu", dtype, copy=True).contiguous()
         # numpy has no bfloat16: the bytes travel, and dtype and shape beside them
         return name, local.dtype, local.shape, local.view(-1).view(torch.uint8).numpy()

@@ -179,7 +179,7 @@ class AsyncEngine:
         if request_id in self._waiters:
             raise ValueError(f"request id {request_id!r} is in flight already: ids must be unique. Choose another.")
         if self._paused and self._reject:
-            empty = [] if params.logprobs else None
+            empty: list[float] | None = [] if params.logprobs else None
             output = RequestOutput(request_id=request_id, token_ids=[], log_probs=empty, finish_reason="abort")
             done.set_result(output)
             return
@@ -194,7 +194,7 @@ class AsyncEngine:
         chosen = [p for p in self._parked if request_ids is None or p[0] in request_ids]
         self._parked = [p for p in self._parked if p not in chosen]
         for request_id, _, params in chosen:
-            empty = [] if params.logprobs else None
+            empty: list[float] | None = [] if params.logprobs else None
             outputs.append(RequestOutput(request_id=request_id, token_ids=[], log_probs=empty, finish_reason="abort"))
         self._deliver(outputs)
         return [o.request_id for o in outputs]

@@ -55,9 +55,11 @@ class ShapeProbe(_AttentionOnlyCache):
         super().__init__()
         self.shapes: dict[int, LayerShape] = {}
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        self.shapes[layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        return key, value
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.shapes[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        return key_states, value_states
 
 
 class SlotCache(_AttentionOnlyCache):
@@ -106,8 +108,8 @@ class SlotCache(_AttentionOnlyCache):
                 size = (self.slots, self.capacity, shape.kv_heads, dim)
                 new.append(torch.zeros(size, dtype=self.dtype, device=self.device))
                 if old:
-                    new[i][:used_slots, :used_tokens] = old[i][:used_slots, :used_tokens]
-                    old[i] = None  # one layer is held twice at a time, not all of them
+                    # Popped: one layer is held twice at a time, not all of them.
+                    new[i][:used_slots, :used_tokens] = old.pop(0)[:used_slots, :used_tokens]
 
     def copy_slot(self, source: int, targets: Sequence[int], tokens: int) -> None:
         """Copy the first tokens positions of one slot to others."""
@@ -126,17 +128,20 @@ class SlotCache(_AttentionOnlyCache):
         self._decode_index = torch.arange(rows, device=self.device) * self.capacity + positions
         self._decode_shape = (rows, longest)
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        """Store key and value [N, K, Q, D]; return what the queries may see, [N, K, L, D]."""
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values [N, K, Q, D]; return what the queries may see, [N, K, L, D]."""
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         if self._prefill_rows is not None:
-            length = key.shape[2]
-            keys[self._prefill_rows, :length] = key.transpose(1, 2)
-            values[self._prefill_rows, :length] = value.transpose(1, 2)
-            return key, value
+            length = key_states.shape[2]
+            keys[self._prefill_rows, :length] = key_states.transpose(1, 2)
+            values[self._prefill_rows, :length] = value_states.transpose(1, 2)
+            return key_states, value_states
+        assert self._decode_index is not None, "begin_prefill or begin_decode comes first"
         rows, longest = self._decode_shape
-        keys.flatten(0, 1).index_copy_(0, self._decode_index, key.squeeze(2))
-        values.flatten(0, 1).index_copy_(0, self._decode_index, value.squeeze(2))
+        keys.flatten(0, 1).index_copy_(0, self._decode_index, key_states.squeeze(2))
+        values.flatten(0, 1).index_copy_(0, self._decode_index, value_states.squeeze(2))
         return keys[:rows, :longest].transpose(1, 2), values[:rows, :longest].transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -19,6 +19,8 @@ from verl_fl.rollout.native.runner import ModelRunner
 from verl_fl.rollout.native.sampling import BatchSampler, SamplingParams, penalise
 from verl_fl.rollout.native.weights import ServedWeights
 
+FinishReason = Literal["stop", "length", "abort"]
+
 _DEFAULT_KV_FRACTION = 0.3
 # Room a newcomer must find beside its prompt, so that it is not preempted right after its prefill.
 _HEADROOM_TOKENS = 16
@@ -33,7 +35,7 @@ class RequestOutput:
     """Generated tokens, the end or stop token included."""
     log_probs: list[float] | None
     """One a token, where the request asked for them."""
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
     stop_reason: int | str | None = None
     """The token or string that stopped it."""
     num_preempted: int = 0
@@ -66,10 +68,17 @@ class Request:
     def all_ids(self) -> list[int]:
         return self.prompt_ids + self.token_ids
 
+    def seen_tokens(self, vocab: int, device: torch.device) -> torch.Tensor:
+        """`seen`, made of the tokens so far where it is not there yet."""
+        if self.seen is None:
+            self.seen = torch.zeros(vocab, dtype=torch.bool, device=device)
+            self.seen[torch.tensor(self.all_ids(), device=device)] = True
+        return self.seen
+
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
-    def output(self, finish_reason: Literal["stop", "length", "abort"], stop_reason=None) -> RequestOutput:
+    def output(self, finish_reason: FinishReason, stop_reason: int | str | None = None) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             token_ids=self.token_ids,
@@ -88,7 +97,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Any,
         tokenizer: Any = None,
         *,
         eos_token_ids: Sequence[int],
@@ -98,7 +107,9 @@ class NativeEngine:
         kv_cache_bytes: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """tokenizer is needed for stop strings only. kv_cache_bytes: None takes 30% of the free memory.
+        """model is a transformers causal LM; tokenizer is needed for stop strings only.
+
+        kv_cache_bytes: None takes 30% of the free memory.
 
         Raises ValueError where the model cannot be served.
         """
@@ -327,7 +338,7 @@ class NativeEngine:
         """Append one token to each request; the outputs of those that end with it, and the tokens [N]."""
         requests = list(requests)
         tokens, log_probs = sampler(logits, [r.rng.random() for r in requests], self._adjusted(requests, logits))
-        values = log_probs.tolist() if log_probs is not None else None
+        values: list[float] = log_probs.tolist() if log_probs is not None else []
         finished, gone = [], set()
         for i, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
             request.token_ids.append(token)
@@ -344,7 +355,7 @@ class NativeEngine:
             self._remove(gone)
         return finished, tokens
 
-    def _finish(self, request: Request, token: int) -> tuple[str, int | str | None] | None:
+    def _finish(self, request: Request, token: int) -> tuple[FinishReason, int | str | None] | None:
         """Finish and stop reason, if the request ends with this token."""
         params, count = request.params, len(request.token_ids)
         hit = request.stop_strings.found(request.token_ids) if request.stop_strings else None
@@ -365,13 +376,10 @@ class NativeEngine:
             return None
         adjusted = logits.float().clone()
         if penalised:
-            for i in penalised:
-                if requests[i].seen is None:
-                    requests[i].seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
-                    requests[i].seen[torch.tensor(requests[i].all_ids(), device=logits.device)] = True
+            seen = torch.stack([requests[i].seen_tokens(logits.shape[1], logits.device) for i in penalised])
             rows = torch.tensor(penalised, device=logits.device)
             penalty = torch.tensor([[requests[i].params.repetition_penalty] for i in penalised], device=logits.device)
-            adjusted[rows] = penalise(adjusted[rows], torch.stack([requests[i].seen for i in penalised]), penalty)
+            adjusted[rows] = penalise(adjusted[rows], seen, penalty)
         for i in early:
             banned = {*requests[i].params.stop_token_ids, *(() if requests[i].params.ignore_eos else self._eos)}
             adjusted[i, list(banned)] = -torch.inf

@@ -11,6 +11,7 @@ import itertools
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -26,7 +27,7 @@ _SAMPLING = (
 )
 # Accepted and without effect: they only name the caller, or ask for what is the default here anyway.
 _NO_EFFECT = ("user", "model", "stream_options", "metadata", "store")
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
     "presence_penalty": (0, None),
     "best_of": (1, None),
@@ -135,7 +136,7 @@ class _Server:
         return web.json_response({**head, "object": kind, "choices": choices, "usage": usage})
 
     async def _stream(
-        self, request: web.Request, head: dict[str, Any], tasks: list[asyncio.Future], *, chat: bool
+        self, request: web.Request, head: dict[str, Any], tasks: Sequence[asyncio.Future], *, chat: bool
     ) -> web.StreamResponse:
         # The first answer decides between an error status and a stream: headers cannot be taken back.
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -133,6 +133,7 @@ class BatchSampler:
             tokens = drawn_from.argmax(dim=-1)
         else:
             u = torch.tensor(uniforms, dtype=torch.float64, device=self._device).unsqueeze(1)
+            assert probs is not None
             tokens = draw(probs if adjusted is None else torch.softmax(drawn_from, dim=-1), u)
             if len(rows := self._filtered):
                 limits = self._top_k, self._top_p, self._min_p
@@ -141,6 +142,7 @@ class BatchSampler:
                 tokens[rows] = drawn_from[rows].argmax(dim=-1)
         if not self._logprobs:
             return tokens, None
+        assert probs is not None
         return tokens, probs.gather(1, tokens.unsqueeze(1)).squeeze(1).log()
 
     def _tempered(self, logits: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,9 @@ class NativeServer:
             ValueError: multi-modal input, or a prompt that leaves no room for a token.
         """
         if image_data or video_data or extra.get("audio_data"):
-            raise ValueError("rollout 'native' generates from text only; use rollout.name=vllm for images, video, audio")
+            raise ValueError(
+                "rollout 'native' generates from text only; use rollout.name=vllm for images, video, audio"
+            )
         params = self._params(len(prompt_ids), dict(sampling_params))
         return self._token_output(await self.engine.generate(list(prompt_ids), params, request_id))
 
