@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 # Siblings that models call one after the other on the same input. If one does not, it is computed on its own.
-_SHARE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_SHARE_INPUT = (("q_proj", "k_proj", "v_proj"),)
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -23,7 +23,30 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module) -> None:
         self._groups = [_Group(linears) for linears in _groups(model)] if torch.backends.mkldnn.is_available() else []
+        self._group_of = {linears: group for group in self._groups for linears in group.linears}
         self.refresh()
+
+    def product(
+        self,
+        linear: nn.Linear,
+        x: torch.Tensor,
+        other: torch.Tensor | None = None,
+        combine: str = "add",
+        *,
+        activation: str = "none",
+    ) -> torch.Tensor:
+        """activation(linear(x)), or linear(x) combined with `other` by `add` or `mul`, in one product."""
+        group = self._group_of[linear]
+        if other is not None:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, other, group.packed, group.bias, combine)
+        return torch.ops.mkldnn._linear_pointwise(x, group.packed, group.bias, activation, [], "")
+
+    def shared_product(self, first: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        """The outputs of all linears that share an input with `first`, side by side in the last dim."""
+        return self.product(first, x)
+
+    def __contains__(self, linear: object) -> bool:
+        return linear in self._group_of
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -41,7 +64,7 @@ class _Group:
     """Linears computed in one product when the first is called; the others hand out their share of it."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self._linears = linears
+        self.linears = linears
         self._sizes = [linear.out_features for linear in linears]
         self._input: torch.Tensor | None = None
         self._shares: tuple[torch.Tensor, ...] = ()
@@ -54,11 +77,11 @@ class _Group:
             sibling.forward = self._share(i, linear)
 
     def pack(self) -> None:
-        weights = [linear.weight for linear in self._linears]
+        weights = [linear.weight for linear in self.linears]
         self.packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights) if len(weights) > 1 else weights[0])
-        if any(linear.bias is not None for linear in self._linears):
+        if any(linear.bias is not None for linear in self.linears):
             biases: list[torch.Tensor] = [
-                w.new_zeros(len(w)) if m.bias is None else m.bias for w, m in zip(weights, self._linears, strict=True)
+                w.new_zeros(len(w)) if m.bias is None else m.bias for w, m in zip(weights, self.linears, strict=True)
             ]
             self.bias = torch.cat(biases)
 
@@ -71,7 +94,7 @@ class _Group:
         return self._shares[0]
 
     def _share(self, index: int, linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-        last = index == len(self._linears) - 1
+        last = index == len(self.linears) - 1
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if x is not self._input:

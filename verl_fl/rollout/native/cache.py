@@ -1,7 +1,7 @@
 """The key/value cache: one slot a running request, written in place, no copies per step.
 
-Each layer holds two tensors [slots, capacity, kv_heads, head_dim]; a request's tokens lie at the start of its slot.
-Token-major, so that a decode step writes with one index_copy_.
+Each layer holds two tensors [slots, kv_heads, capacity, head_dim]; a request's tokens lie at the start of its slot.
+Head-major, so that attention reads each head's tokens in one run of memory, which is what its time is made of.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SlotCache(_AttentionOnlyCache):
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self._prefill_rows: slice | None = None
-        self._decode_index: torch.Tensor | None = None
+        self._decode_index: dict[int, torch.Tensor] = {}
         self._decode_shape = (0, 0)
 
     def fits(self, slots: int, tokens: int) -> bool:
@@ -105,17 +105,17 @@ class SlotCache(_AttentionOnlyCache):
         for i, shape in enumerate(self.shapes):
             # Zeros, not empty: masked positions still enter the product with the values; a stray NaN would spread.
             for new, old, dim in ((self.keys, old_keys, shape.key_dim), (self.values, old_values, shape.value_dim)):
-                size = (self.slots, self.capacity, shape.kv_heads, dim)
+                size = (self.slots, shape.kv_heads, self.capacity, dim)
                 new.append(torch.zeros(size, dtype=self.dtype, device=self.device))
                 if old:
                     # Popped: one layer is held twice at a time, not all of them.
-                    new[i][:used_slots, :used_tokens] = old.pop(0)[:used_slots, :used_tokens]
+                    new[i][:used_slots, :, :used_tokens] = old.pop(0)[:used_slots, :, :used_tokens]
 
     def copy_slot(self, source: int, targets: Sequence[int], tokens: int) -> None:
         """Copy the first tokens positions of one slot to others."""
         index = torch.tensor(targets, device=self.device)
         for tensor in (*self.keys, *self.values):
-            tensor[index, :tokens] = tensor[source, :tokens].clone()  # one storage: torch refuses it as it stands
+            tensor[index, :, :tokens] = tensor[source, :, :tokens].clone()  # one storage: torch refuses it as it stands
 
     def begin_prefill(self, first_slot: int, rows: int) -> None:
         """The next forward pass writes rows whole prompts, from position 0, to slots first_slot onwards."""
@@ -124,9 +124,12 @@ class SlotCache(_AttentionOnlyCache):
     def begin_decode(self, positions: torch.Tensor, longest: int) -> None:
         """The next forward pass writes one token a slot at positions [N] (int64), all below longest."""
         self._prefill_rows = None
-        rows = positions.shape[0]
-        self._decode_index = torch.arange(rows, device=self.device) * self.capacity + positions
-        self._decode_shape = (rows, longest)
+        self._decode_shape = (positions.shape[0], longest)
+        slots = torch.arange(positions.shape[0], device=self.device)
+        self._decode_index = {}
+        for heads in {shape.kv_heads for shape in self.shapes}:
+            rows = slots.unsqueeze(1) * heads + torch.arange(heads, device=self.device)
+            self._decode_index[heads] = (rows * self.capacity + positions.unsqueeze(1)).flatten()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -135,14 +138,14 @@ class SlotCache(_AttentionOnlyCache):
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         if self._prefill_rows is not None:
             length = key_states.shape[2]
-            keys[self._prefill_rows, :length] = key_states.transpose(1, 2)
-            values[self._prefill_rows, :length] = value_states.transpose(1, 2)
+            keys[self._prefill_rows, :, :length] = key_states
+            values[self._prefill_rows, :, :length] = value_states
             return key_states, value_states
-        assert self._decode_index is not None, "begin_prefill or begin_decode comes first"
         rows, longest = self._decode_shape
-        keys.flatten(0, 1).index_copy_(0, self._decode_index, key_states.squeeze(2))
-        values.flatten(0, 1).index_copy_(0, self._decode_index, value_states.squeeze(2))
-        return keys[:rows, :longest].transpose(1, 2), values[:rows, :longest].transpose(1, 2)
+        index = self._decode_index[key_states.shape[1]]
+        keys.flatten(0, 2).index_copy_(0, index, key_states.flatten(0, 2))
+        values.flatten(0, 2).index_copy_(0, index, value_states.flatten(0, 2))
+        return keys[:rows, :, :longest], values[:rows, :, :longest]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self._prefill_rows is not None else self._decode_shape[1] - 1

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from verl_fl.rollout.native._fast_decode import fast_decoder
 from verl_fl.rollout.native._linear import PackedLinears
 from verl_fl.rollout.native._stop import StopStrings
 from verl_fl.rollout.native.runner import ModelRunner
@@ -119,6 +120,7 @@ class NativeEngine:
         self.runner = ModelRunner(model, budget_bytes=budget)
         self.weights = ServedWeights(model)
         self._packed = PackedLinears(model)
+        self._fast = fast_decoder(model, self.runner.cache, self._packed)
         self.weight_version: int | None = None
         self.max_model_len, self.max_num_seqs, self.max_prefill_tokens = max_model_len, max_num_seqs, max_prefill_tokens
         self._tokenizer = tokenizer
@@ -217,6 +219,8 @@ class NativeEngine:
         # Freed, not kept: stale positions may hold anything, NaN included, and masked ones still enter products.
         self.runner.cache.free()
         self._packed.refresh()
+        if self._fast is not None:
+            self._fast.refresh()
         self.weight_version = version
 
     # -- scheduling ---------------------------------------------------------------------------------------------------
@@ -288,7 +292,7 @@ class NativeEngine:
         batch = self._batch
         if batch is None:
             batch = self._batch = _Batch(self._running, self.runner.device)
-        logits = self.runner.decode(batch.tokens, batch.positions, batch.longest)
+        logits = (self._fast or self.runner.decode)(batch.tokens, batch.positions, batch.longest)
         for request in self._running:
             request.num_stored += 1
         finished, tokens = self._sample(self._running, logits, batch.sampler)

@@ -127,27 +127,34 @@ class BatchSampler:
         drawn from adjusted, log-probabilities are of logits. uniforms: N numbers in [0, 1).
         """
         tempered = self._tempered(logits)
-        probs = None if self._all_greedy and not self._logprobs else torch.softmax(tempered, dim=-1)
         drawn_from = tempered if adjusted is None else self._tempered(adjusted)
         if self._all_greedy:
             tokens = drawn_from.argmax(dim=-1)
         else:
             u = torch.tensor(uniforms, dtype=torch.float64, device=self._device).unsqueeze(1)
-            assert probs is not None
-            tokens = draw(probs if adjusted is None else torch.softmax(drawn_from, dim=-1), u)
+            tokens = draw(_weights(drawn_from), u)
             if len(rows := self._filtered):
                 limits = self._top_k, self._top_p, self._min_p
                 tokens[rows] = draw_filtered(drawn_from[rows], *limits, u[rows])
             if len(rows := self._greedy):
                 tokens[rows] = drawn_from[rows].argmax(dim=-1)
-        if not self._logprobs:
-            return tokens, None
-        assert probs is not None
-        return tokens, probs.gather(1, tokens.unsqueeze(1)).squeeze(1).log()
+        return tokens, _log_probs(tempered, tokens) if self._logprobs else None
 
     def _tempered(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits.float()
         return logits if self._temperature is None else logits / self._temperature
+
+
+def _weights(logits: torch.Tensor) -> torch.Tensor:
+    """exp(logits - max) [N, V]: the probabilities but for a factor a row, in a quarter of softmax's time on CPU."""
+    return torch.sub(logits, logits.amax(-1, keepdim=True)).exp_()
+
+
+def _log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """log_softmax(logits) [N, V] at tokens [N]."""
+    top = logits.amax(-1, keepdim=True)
+    norm = torch.sub(logits, top).exp_().sum(-1).log_()
+    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - top.squeeze(1) - norm
 
 
 def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
