@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,8 +25,14 @@ def main() -> None:
     if args.vllm_worker:
         print(json.dumps(vllm_seconds(args)))
         return
+    if "GLIBC_TUNABLES" not in os.environ:  # must stand before the process starts, as it does for the server
+        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     import torch
 
+    from verl_fl.platform.cpu import keep_freed_memory
+
+    keep_freed_memory()  # as the server does; all rivals of this process have it
     if args.threads:
         torch.set_num_threads(args.threads)
     prompts = random_prompts(args.prompts, args.prompt_tokens, vocab_of(args))

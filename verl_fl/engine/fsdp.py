@@ -14,6 +14,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_fl import _env, _verl
+from verl_fl.platform.cpu import keep_freed_memory
 from verl_fl.platform.manager import platform_classes
 
 logger = logging.getLogger("verl_fl.engine")
@@ -27,7 +28,8 @@ class _OnAnyPlatform:
             logger.warning("engine: strategy=fsdp runs as fsdp2 here: %s", supported[1])
             object.__setattr__(engine_config, "strategy", "fsdp2")
         use_cores(local_world_size=int(os.environ.get("RAY_LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        # A mixin: the stock engine is next in line.
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)  # type: ignore[call-arg]
 
     def _build_module(self) -> Any:
         module = super()._build_module()  # type: ignore[misc]
@@ -47,13 +49,14 @@ class ValueHeadEngine(_OnAnyPlatform, FSDPEngineWithValueHead):
 
 
 def use_cores(local_world_size: int) -> int:
-    """Give torch this process's share of the node's cores, and return the number of threads.
+    """Give torch this process's share of the node's cores (and of its memory), and return the number of threads.
 
     Ray starts every worker with ``OMP_NUM_THREADS=1``; on a CPU platform that leaves all other cores idle.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = int(_env.read(_env.NUM_THREADS) or max(1, cores // local_world_size))
     if _verl.current_platform().device_name == "cpu":
+        keep_freed_memory()
         torch.set_num_threads(threads)
     return torch.get_num_threads()
 

@@ -35,15 +35,14 @@ class PackedLinears:
         *,
         activation: str = "none",
     ) -> torch.Tensor:
-        """activation(linear(x)), or linear(x) combined with `other` by `add` or `mul`, in one product."""
+        """activation(linear(x)), or linear(x) combined with `other` by `add` or `mul`, in one product.
+
+        For the first of several linears that share their input, the outputs of all, side by side in the last dim.
+        """
         group = self._group_of[linear]
         if other is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(x, other, group.packed, group.bias, combine)
         return torch.ops.mkldnn._linear_pointwise(x, group.packed, group.bias, activation, [], "")
-
-    def shared_product(self, first: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        """The outputs of all linears that share an input with `first`, side by side in the last dim."""
-        return self.product(first, x)
 
     def __contains__(self, linear: object) -> bool:
         return linear in self._group_of

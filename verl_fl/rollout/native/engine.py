@@ -219,8 +219,6 @@ class NativeEngine:
         # Freed, not kept: stale positions may hold anything, NaN included, and masked ones still enter products.
         self.runner.cache.free()
         self._packed.refresh()
-        if self._fast is not None:
-            self._fast.refresh()
         self.weight_version = version
 
     # -- scheduling ---------------------------------------------------------------------------------------------------

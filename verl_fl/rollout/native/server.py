@@ -14,6 +14,7 @@ import torch
 from aiohttp import web
 
 from verl_fl._errors import explain
+from verl_fl.platform.cpu import keep_freed_memory
 from verl_fl.rollout.native.async_engine import AsyncEngine
 from verl_fl.rollout.native.engine import NativeEngine, RequestOutput
 from verl_fl.rollout.native.openai_app import make_app
@@ -43,6 +44,7 @@ class NativeServer:
         self.global_steps: int | None = None
         self._updates: queue.Queue[Bucket | None] | None = None
         self._update: asyncio.Task | None = None
+        keep_freed_memory()
         torch.set_num_threads(num_threads)
         self.tokenizer = model_config.tokenizer
         self.max_model_len = _max_model_len(config, model_config.hf_config)
