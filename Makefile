@@ -32,8 +32,12 @@ lint: install-dev  ## Style, formatting, types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: install  ## Measure start-up; the other benchmarks say themselves how they are run.
+bench: install  ## Run the benchmarks; MODEL=PATH (a folder or .gguf of SmolLM2-135M) adds those that need a real model.
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/agreement.py
+	@if [ -n "$(MODEL)" ]; then $(BIN)/python benchmarks/rollout.py --model "$(MODEL)" && \
+		$(BIN)/python benchmarks/grpo_step.py --model "$(MODEL)"; \
+		else echo "== MODEL is not set: rollout.py and grpo_step.py left out"; fi
 
 clean:  ## Remove the virtual environment's stamps and all caches, so that the next run installs again.
 	rm -rf $(VENV)/.installed $(VENV)/.installed-dev build dist .pytest_cache .ruff_cache .mypy_cache

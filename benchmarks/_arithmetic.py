@@ -7,11 +7,11 @@ import re
 
 
 def questions(count: int, seed: int = 0) -> list[tuple[str, str]]:
-    """``(question, answer)`` pairs of one- and two-digit sums and differences, never negative."""
+    """``(question, answer)`` pairs of one-digit sums and differences, never negative."""
     rng = random.Random(seed)
     pairs = []
     for _ in range(count):
-        a, b = rng.randint(2, 20), rng.randint(2, 20)
+        a, b = rng.randint(1, 9), rng.randint(1, 9)
         plus = rng.random() < 0.5
         a, b = (a, b) if plus or a >= b else (b, a)
         sign, answer = ("+", a + b) if plus else ("-", a - b)
@@ -20,8 +20,7 @@ def questions(count: int, seed: int = 0) -> list[tuple[str, str]]:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """1 if the last number in the answer is right, and half of it only if the answer is not just the number."""
+    """0.7 if the last number in the answer is right, 0.3 if the answer is a number and nothing else."""
     numbers = re.findall(r"-?\d+", solution_str)
-    if not numbers or numbers[-1] != ground_truth:
-        return 0.0
-    return 1.0 if solution_str.strip().rstrip(".") == ground_truth else 0.5
+    alone = solution_str.strip().rstrip(".").lstrip("-").isdigit()
+    return 0.7 * (bool(numbers) and numbers[-1] == ground_truth) + 0.3 * alone

@@ -1,6 +1,6 @@
 """How far are the rollout's log-probabilities from the trainer's? Before training, and after five steps of it.
 
-    python benchmarks/agreement.py --model PATH
+    python benchmarks/agreement.py [--model PATH]
 
 Last line: one JSON object with `fp32` and `bf16`, mean |log-prob difference| a token after five training steps, and
 `fp32_first`, `bf16_first` before any.
@@ -27,16 +27,16 @@ FP32 = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a Hugging Face folder or a .gguf file")
-    parser.add_argument("--lr", default="1e-5", help="learning rate (default 1e-5)")
+    parser.add_argument("--model", help="a Hugging Face folder or a .gguf file; default: quickstart's tiny model")
+    parser.add_argument("--lr", help="learning rate; default 1e-5, for the tiny model 1e-3")
     args = parser.parse_args()
+    lr = f"actor_rollout_ref.actor.optim.lr={args.lr or ('1e-5' if args.model else '1e-3')}"
     result: dict[str, float] = {}
     for name, overrides in (("fp32", FP32), ("bf16", ())):
         with tempfile.TemporaryDirectory(prefix="agreement-") as text:
             folder = Path(text)
-            lr = f"actor_rollout_ref.actor.optim.lr={args.lr}"
             steps = train(
-                hf_folder(args.model, folder),
+                model_folder(args.model, folder),
                 folder,
                 steps=6,
                 prompts=4,
@@ -47,6 +47,15 @@ def main() -> None:
         result[f"{name}_first"], result[name] = steps[0][METRIC], steps[5][METRIC]
         print(f"{name}: {result[f'{name}_first']:.2e} before training, {result[name]:.2e} after five steps", flush=True)
     _common.report(result, ("verl-fl", "verl", "torch", "transformers"))
+
+
+def model_folder(model: str | None, folder: Path) -> str:
+    if model:
+        return hf_folder(model, folder)
+    from verl_fl.cli.toy import make_model
+
+    make_model(folder / "model", seed=0)
+    return str(folder / "model")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
     python benchmarks/grpo_step.py --model PATH [--trl-python /path/to/python]
 
 TRL's needs clash with verl's, so it runs in an environment of its own, which is made if none is given.
+Both keep fp32 weights and compute in bfloat16 (`trl_s`): small steps are then not rounded away. TRL with
+weights in bfloat16 too, which is less work and another training, is measured beside it (`trl_bf16_weights_s`).
 Last line: one JSON object with `verl_fl_s`, `trl_s` (medians of the steps after the first), `ratio`, `reward_curve`.
 """
 
@@ -21,7 +23,7 @@ sys.path.insert(0, str(HERE))
 
 from _arithmetic import compute_score, questions  # noqa: E402
 
-PROMPTS, SAMPLES, NEW_TOKENS, LEARNING_RATE = 8, 8, 32, 1e-5
+PROMPTS, SAMPLES, NEW_TOKENS, LEARNING_RATE = 8, 8, 32, 2e-5
 
 
 def main() -> None:
@@ -34,10 +36,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="grpo_step-") as text:
         folder = Path(text)
         args.model = hf_folder(args.model, folder)
-        trl = None if args.skip_trl else call_trl(args, folder)
+        trl = None if args.skip_trl else call_trl(args, folder, weights="float32")
+        trl_bf16 = None if args.skip_trl else call_trl(args, folder, weights="bfloat16")
         overrides = (
             f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
-            f"actor_rollout_ref.rollout.dtype={args.dtype}",
+            "actor_rollout_ref.rollout.dtype=bfloat16",
         )
         steps = train(
             args.model,
@@ -48,7 +51,7 @@ def main() -> None:
             new_tokens=NEW_TOKENS,
             overrides=overrides,
         )
-    report(steps, trl)
+    report(steps, trl, trl_bf16)
 
 
 def parse() -> argparse.Namespace:
@@ -56,14 +59,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a Hugging Face folder or a .gguf file of SmolLM2-135M-Instruct")
     parser.add_argument("--steps", type=int, default=20, help="steps of verl-fl (default 20)")
     parser.add_argument("--trl-steps", type=int, default=5, help="steps of TRL (default 5)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--weights", default="float32", choices=["bfloat16", "float32"], help=argparse.SUPPRESS)
     parser.add_argument("--trl-python", help="the python of an environment with trl 1.16")
     parser.add_argument("--skip-trl", action="store_true")
     parser.add_argument("--only-trl", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def report(steps: list[dict], trl: dict | None) -> None:
+def report(steps: list[dict], trl: dict | None, trl_bf16: dict | None) -> None:
     import _common
 
     seconds = [step["timing_s/step"] for step in steps[1:]]
@@ -81,6 +84,7 @@ def report(steps: list[dict], trl: dict | None) -> None:
         {
             "verl_fl_s": round(ours, 3),
             "trl_s": theirs and round(theirs, 3),
+            "trl_bf16_weights_s": trl_bf16 and round(statistics.median(trl_bf16["seconds"][1:]), 3),
             "ratio": theirs and round(theirs / ours, 3),
             "reward_curve": [round(reward, 4) for reward in rewards],
             "reward_first": round(statistics.mean(rewards[:3]), 4),
@@ -97,9 +101,9 @@ def report(steps: list[dict], trl: dict | None) -> None:
 # --- TRL, in its own environment ------------------------------------------------------------------------------------
 
 
-def call_trl(args: argparse.Namespace, folder: Path) -> dict:
+def call_trl(args: argparse.Namespace, folder: Path, weights: str) -> dict:
     python = args.trl_python or make_environment()
-    command = [python, __file__, "--only-trl", "--model", args.model, "--dtype", args.dtype]
+    command = [python, __file__, "--only-trl", "--model", args.model, "--weights", weights]
     command += ["--trl-steps", str(args.trl_steps)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if result.returncode:
@@ -149,11 +153,11 @@ def run_trl(args: argparse.Namespace) -> dict:
     pairs = questions(PROMPTS * args.trl_steps)
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": q}], "answer": a} for q, a in pairs])
     config = trl.GRPOConfig(
-        output_dir="trl", use_cpu=True, bf16=args.dtype == "bfloat16", per_device_train_batch_size=PROMPTS * SAMPLES,
+        output_dir="rival", use_cpu=True, bf16=True, per_device_train_batch_size=PROMPTS * SAMPLES,
         gradient_accumulation_steps=1, num_generations=SAMPLES, max_completion_length=NEW_TOKENS,
         learning_rate=LEARNING_RATE, max_steps=args.trl_steps, logging_steps=1, report_to="none", beta=0.0,
         save_strategy="no", gradient_checkpointing=False, shuffle_dataset=False,
-        model_init_kwargs={"dtype": getattr(torch, args.dtype), "attn_implementation": "sdpa"},
+        model_init_kwargs={"dtype": getattr(torch, args.weights), "attn_implementation": "sdpa"},
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
         model=args.model, reward_funcs=reward, args=config, train_dataset=data, callbacks=[Clock()]

@@ -94,19 +94,19 @@ async def test_error_in_a_step_reaches_every_waiter_and_the_engine_goes_on():
     native = engine_for(tiny_model())
     engine = AsyncEngine(native)
     try:
-        forward = native.runner.decode
+        forward = native._decode
 
-        def broken(*args):
+        def broken():
             raise ArithmeticError("the chip is on fire")
 
-        native.runner.decode = broken
+        native._decode = broken
         results = await asyncio.gather(
             *(engine.generate(p, greedy(5), str(i)) for i, p in enumerate(prompts_of(3, 4))), return_exceptions=True
         )
         for result in results:
             assert isinstance(result, RuntimeError) and "on fire" in str(result)
             assert isinstance(result.__cause__, ArithmeticError)
-        native.runner.decode = forward
+        native._decode = forward
         assert (await engine.generate([5], greedy(5), "again")).token_ids == reference(tiny_model(), [5], 5)
     finally:
         engine.close()

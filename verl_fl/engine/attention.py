@@ -1,5 +1,5 @@
 """Attention for training on a CPU: torch's sdpa, except for short rows, where its backward pass is many times slower
-than the two matrix products it stands for (measured in benchmarks/attention.py).
+than the two matrix products it stands for (benchmarks/attention.py).
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, S queries, L keys, D head dims.
 """

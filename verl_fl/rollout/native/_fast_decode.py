@@ -62,7 +62,8 @@ class FastDecoder:
         groups = cache.shapes[index].kv_heads
         merged = self._packed.product(attention.q_proj, x)  # q, k and v side by side
         query = x.new_empty(rows, self._heads * dim)
-        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        q_norm: Any = getattr(attention, "q_norm", None)
+        k_norm: Any = getattr(attention, "k_norm", None)
         norms = (None, None, 0.0) if q_norm is None else (q_norm.weight, k_norm.weight, float(q_norm.variance_epsilon))
         keys, values = cache.keys[index], cache.values[index]
         sizes = (self._heads, groups, dim, cache.capacity)
