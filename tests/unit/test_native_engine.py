@@ -191,3 +191,17 @@ def test_cache_growth_keeps_what_is_stored():
     outputs.update(drain(engine))
     assert [outputs[str(i)].token_ids for i in range(5)] == expected
     assert torch.isfinite(engine.runner.cache.keys[0]).all()
+
+
+def test_a_cache_smaller_than_the_model_length_ends_the_answer_and_says_so(caplog):
+    model = tiny_model("llama")
+    bytes_per_token = 2 * 2 * 2 * 16 * 4  # layers, key and value, heads, dims, fp32
+    engine = engine_for(model, max_model_len=128, kv_cache_bytes=20 * bytes_per_token)
+    engine.add_request("a", [5] * 8, SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
+    engine.add_request("b", [6] * 8, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    outputs = {}
+    while engine.has_work():
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert (outputs["a"].finish_reason, len(outputs["a"].token_ids)) == ("length", 12)
+    assert len(outputs["b"].token_ids) == 4
+    assert "answers end at 20 tokens instead of max_model_len 128" in caplog.text

@@ -74,6 +74,26 @@ async def test_half_an_update_is_an_error_and_no_answer_comes_from_it(make):
     assert (await server.generate([5, 6, 7], GREEDY, "b")).extra_fields["global_steps"] == 5
 
 
+async def test_an_abandoned_update_does_not_count_as_one(make):
+    server, weights = make(), wire(tiny_model("llama").state_dict())
+    await server.start_weight_update(4)
+    await server.put_weights(weights)  # whole, but its sender died before it could say so
+    await server.start_weight_update(5)
+    for start in range(0, len(weights), 2):
+        await server.put_weights(weights[start : start + 2])
+    await server.finish_weight_update()
+    assert (await server.generate([5, 6, 7], GREEDY, "a")).extra_fields["global_steps"] == 5
+
+
+async def test_an_unknown_name_fails_the_update_by_name(make):
+    server = make()
+    await server.start_weight_update(4)
+    unknown = [("no.such.weight", torch.float32, torch.Size([1]), np.zeros(4, np.uint8))]
+    await server.put_weights([*wire(tiny_model("llama").state_dict()), *unknown])
+    with pytest.raises(ValueError, match="no.such.weight"):
+        await server.finish_weight_update()
+
+
 async def test_weights_without_a_start_are_refused(make):
     with pytest.raises(RuntimeError, match="without start_weight_update"):
         await make().put_weights([("w", torch.float32, torch.Size([1]), np.zeros(4, np.uint8))])
@@ -114,6 +134,12 @@ def test_a_rollout_longer_than_the_model_sees_is_refused(make):
     with pytest.raises(ValueError, match="max_position_embeddings") as error:
         make(response_length=100)
     assert "116 tokens" in str(error.value) and "at most 64" in str(error.value)
+
+
+def test_sleep_level_two_with_an_adapter_is_refused(monkeypatch):
+    model_config = SimpleNamespace(lora_rank=4, lora={})
+    with pytest.raises(ValueError, match="sleep level 2"):
+        NativeServer(config(engine_kwargs={"native": {"sleep_level": 2}}), model_config, replica_rank=0, num_threads=1)
 
 
 def test_a_port_in_use_names_the_port_and_what_to_do():

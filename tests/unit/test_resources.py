@@ -69,6 +69,11 @@ def test_groups_that_fit_alone_but_not_together_are_refused(monkeypatch):
         resources.check_demand([{"CPU": 3.0}, {"CPU": 3.0}], what="pools")
 
 
+def test_a_way_to_place_is_found_where_the_first_fit_is_none(monkeypatch):
+    cluster(monkeypatch, {"CPU": 6.0}, {"CPU": 4.0})
+    resources.check_demand([{"CPU": 4.0}, {"CPU": 3.0}, {"CPU": 3.0}], what="pools")
+
+
 def test_the_wait_has_a_limit_and_shows_demand_and_supply(monkeypatch):
     import time
 

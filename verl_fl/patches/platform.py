@@ -94,10 +94,11 @@ def runtime_environment(original: Callable) -> Callable:
         for name in [name for name in env_vars if _is_mask(name)]:
             del env_vars[name]
         found = detection()
-        if found.explicit:
-            env_vars[_env.DRIVER_PLATFORM] = found.name
+        on_cpu = _verl.current_platform().device_name == "cpu"  # perhaps by trainer.device=cpu, see explicit_device
+        if found.explicit or (on_cpu and found.name != "cpu"):
+            env_vars[_env.DRIVER_PLATFORM] = "cpu" if on_cpu else found.name
         env_vars.update({name: _env.read(name) for name in _env.FORWARDED if _env.read(name)})
-        if found.name == "cpu" and not _env.read("TQ_NUM_THREADS"):
+        if on_cpu and not _env.read("TQ_NUM_THREADS"):
             # Its storage processes do not load verl, so the patch on TransferQueue's threads is not there to help.
             env_vars["TQ_NUM_THREADS"] = str(min(8, psutil.cpu_count(logical=False) or 1))
         return runtime_env

@@ -77,15 +77,28 @@ def check_demand(groups: list[Bundle], *, what: str) -> None:
         for node in ray.nodes()
         if node["Alive"]
     }
-    free = {node: dict(resources) for node, resources in supply.items()}
-    for group in sorted(groups, key=lambda group: -sum(group.values())):
-        for resources in free.values():
-            if all(resources.get(name, 0.0) >= amount for name, amount in group.items()):
-                for name, amount in group.items():
-                    resources[name] -= amount
-                break
-        else:
-            raise ValueError(_shortage(groups, group, supply, what))
+    ordered = sorted(groups, key=lambda group: -sum(group.values()))
+    if not _place(ordered, [dict(resources) for resources in supply.values()]):
+        alone = [group for group in ordered if not _place([group], [dict(r) for r in supply.values()])]
+        raise ValueError(_shortage(groups, (alone or ordered)[0], supply, what))
+
+
+def _place(groups: list[Bundle], free: list[Bundle]) -> bool:
+    """Whether each group finds a node of its own choice; tries every way, since the first fit is not always one."""
+    if not groups:
+        return True
+    group, tried = groups[0], []
+    for resources in free:
+        if resources in tried or any(resources.get(name, 0.0) < amount for name, amount in group.items()):
+            continue
+        tried.append(dict(resources))
+        for name, amount in group.items():
+            resources[name] -= amount
+        if _place(groups[1:], free):
+            return True
+        for name, amount in group.items():
+            resources[name] += amount
+    return False
 
 
 def _wait(place: Callable[[], Any], groups: list[Bundle], what: str) -> Any:

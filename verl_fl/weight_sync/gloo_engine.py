@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any
@@ -19,8 +18,6 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_fl._errors import explain
-
-logger = logging.getLogger("verl_fl.weight_sync")
 
 _ALIGN = 64
 Entry = tuple[str, str, list[int], int]
@@ -55,6 +52,7 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     def prepare(self) -> dict[str, Any]:
         """The master opens its store on this node's own address, on a port that is held until :meth:`finalize`."""
+        self._group = self._store = None  # what a failed sync left behind
         if not self.is_master:
             return {}
         import ray
@@ -119,7 +117,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     async def receive_weights(  # type: ignore[override]
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor once; it is a view of a buffer that the next bucket overwrites.
+        """Yield each tensor once, as a view of its bucket.
 
         Raises:
             RuntimeError: the stream ended without a single tensor.

@@ -40,7 +40,7 @@ class FastDecoder:
         attention = self._body.layers[0].self_attn
         self._dim, self._scale = attention.head_dim, float(attention.scaling)
         self._heads = model.config.num_attention_heads
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
         """Logits [N, V] after feeding tokens [N] at positions [N] (int64) of slots 0 .. N-1."""
@@ -81,4 +81,4 @@ class FastDecoder:
     def _reserve_scratch(self, rows: int) -> None:
         needed = rows * self._heads * (self._cache.capacity + 2 * self._dim)
         if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed)
+            self._scratch = torch.empty(needed, dtype=torch.float32)

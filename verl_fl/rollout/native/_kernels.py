@@ -42,6 +42,7 @@ class Kernels:
 
 def _argument(value: torch.Tensor | int | float | None) -> Any:
     if isinstance(value, torch.Tensor):
+        assert value.is_contiguous() and value.device.type == "cpu"
         return ctypes.c_void_p(value.data_ptr())
     if isinstance(value, float):
         return ctypes.c_float(value)
@@ -56,16 +57,16 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+    compiler = shutil.which((os.environ.get("CC") or "cc").split()[-1])
     if compiler is None:
         logger.warning("rollout: no C compiler (cc), so decoding runs on torch's operators alone, a third slower")
         return None
-    path = _cache_folder() / f"kernels-{_key(compiler)}.so"
     try:
+        path = _cache_folder() / f"kernels-{_key(compiler)}.so"
         if not path.exists():
             _compile(compiler, path)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
         logger.warning("rollout: the C kernels are not used, decoding is a third slower: %s", detail)
         return None
@@ -92,7 +93,7 @@ def _key(compiler: str) -> str:
     processor = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as lines:
-            processor = next((line for line in lines if line.startswith("flags")), processor)
+            processor = next((line for line in lines if line.lower().startswith(("flags", "features"))), processor)
     parts = (_SOURCE.read_text(), *_FLAGS, compiler, *_openmp(), torch.__version__, processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 

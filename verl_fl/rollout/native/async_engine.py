@@ -38,8 +38,8 @@ class AsyncEngine:
         failed (its cause chained).
         """
         done: Future = Future()
-        await self._call(lambda: self._submit(request_id, prompt_ids, params, done))
         try:
+            await self._call(lambda: self._submit(request_id, prompt_ids, params, done))
             return await asyncio.wrap_future(done)
         except asyncio.CancelledError:
             self._post(lambda: self._abort([request_id]))
@@ -70,7 +70,9 @@ class AsyncEngine:
                 try:
                     self._engine.add_request(request_id, prompt_ids, params)
                 except Exception as error:
-                    self._waiters.pop(request_id).set_exception(error)
+                    waiter = self._waiters.pop(request_id)
+                    if waiter.set_running_or_notify_cancel():
+                        waiter.set_exception(error)
 
         await self._call(command)
 

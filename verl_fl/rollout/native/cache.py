@@ -102,6 +102,15 @@ class SlotCache(_AttentionOnlyCache):
         self.slots, self.capacity = next(c for c in choices if self.fits(*c))
         old_keys, old_values = self.keys, self.values
         self.keys, self.values = [], []
+        try:
+            self._grow(old_keys, old_values, used_slots, used_tokens)
+        except BaseException:  # out of memory half-way: an empty cache is whole, half a one is not
+            self.free()
+            raise
+
+    def _grow(
+        self, old_keys: list[torch.Tensor], old_values: list[torch.Tensor], used_slots: int, used_tokens: int
+    ) -> None:
         for i, shape in enumerate(self.shapes):
             # Zeros, not empty: masked positions still enter the product with the values; a stray NaN would spread.
             for new, old, dim in ((self.keys, old_keys, shape.key_dim), (self.values, old_values, shape.value_dim)):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from verl_fl.platform.cpu import CPUDeviceModule
 from verl_fl.rollout.native._fast_decode import fast_decoder
 from verl_fl.rollout.native._linear import PackedLinears
 from verl_fl.rollout.native._stop import StopStrings
@@ -21,6 +23,8 @@ from verl_fl.rollout.native.sampling import BatchSampler, SamplingParams, penali
 from verl_fl.rollout.native.weights import ServedWeights
 
 FinishReason = Literal["stop", "length", "abort"]
+
+logger = logging.getLogger("verl_fl.rollout")
 
 _DEFAULT_KV_FRACTION = 0.3
 # Room a newcomer must find beside its prompt, so that it is not preempted right after its prefill.
@@ -122,7 +126,14 @@ class NativeEngine:
         self._packed = PackedLinears(model)
         self._fast = fast_decoder(model, self.runner.cache, self._packed)
         self.weight_version: int | None = None
-        self.max_model_len, self.max_num_seqs, self.max_prefill_tokens = max_model_len, max_num_seqs, max_prefill_tokens
+        # A request alone must fit the cache to its end, or it would be preempted for ever.
+        self.max_model_len = min(max_model_len, self.runner.cache.budget_tokens)
+        if self.max_model_len < max_model_len:
+            logger.warning(
+                "rollout: answers end at %d tokens instead of max_model_len %d: the KV cache holds no more (%d bytes)",
+                *(self.max_model_len, max_model_len, budget),
+            )
+        self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
         self._vocab = model.get_input_embeddings().weight.shape[0]
@@ -402,7 +413,7 @@ class NativeEngine:
         )
 
     def _check_prompt(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        room = min(self.max_model_len, self.runner.cache.budget_tokens) - 1
+        room = self.max_model_len - 1
         if not 1 <= len(prompt) <= room:
             cache = self.runner.cache
             raise ValueError(
@@ -438,8 +449,7 @@ class _Batch:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory that may be taken on the device."""
+    """Memory that may be taken on the device, within a container's limit."""
     if device.type == "cpu":
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        return CPUDeviceModule().mem_get_info()[0]
     return torch.get_device_module(device).mem_get_info(device)[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import logging
 import os
 import queue
@@ -42,7 +44,8 @@ class NativeServer:
         self.options = dict(config.engine_kwargs.get("native", None) or {})
         self.replica_rank = replica_rank
         self.global_steps: int | None = None
-        self._updates: queue.Queue[Bucket | None] | None = None
+        self._updates: queue.Queue[Bucket | None | Exception] | None = None
+        self._check_options(model_config)
         self._update: asyncio.Task | None = None
         keep_freed_memory()
         torch.set_num_threads(num_threads)
@@ -61,6 +64,26 @@ class NativeServer:
         self.model_name = model_config.path
         self._runner: web.AppRunner | None = None
         self._address: tuple[str, int] | None = None
+
+    def _check_options(self, model_config: Any) -> None:
+        lora = getattr(model_config, "lora_rank", 0) > 0 and not (getattr(model_config, "lora", None) or {}).get(
+            "merge"
+        )
+        if self.options.get("sleep_level", 1) == 2 and lora:
+            raise ValueError(
+                explain(
+                    "sleep level 2 frees base weights that an adapter's sync never brings back",
+                    asked="rollout.engine_kwargs.native.sleep_level=2 with model.lora_rank > 0",
+                    legal="sleep_level=1, or model.lora.merge=true",
+                    fix="drop sleep_level",
+                )
+            )
+        if self.config.full_determinism and getattr(self.config, "n", 1) > 1:
+            logger.warning(
+                "rollout: full_determinism gives the %d samples of a prompt one seed each replica: they are "
+                "equal, and their advantages zero",
+                self.config.n,
+            )
 
     async def launch_server(self) -> tuple[str, int]:
         """Listen on this node's own address and return ``(host, port)``; idempotent.
@@ -188,7 +211,7 @@ class NativeServer:
         """Begin an update; buckets follow through :meth:`put_weights`, then :meth:`finish_weight_update`."""
         if self._update is not None:
             await self._abandon_update()
-        self._updates = queue.Queue()
+        self._updates = queue.Queue(maxsize=2)
         stream = _drain(self._updates)
         if lora_config is None:
             coroutine = self.engine.update_weights(stream, version=version)
@@ -205,15 +228,26 @@ class NativeServer:
         """
         if self._update is None or self._updates is None:
             raise RuntimeError("weights came without start_weight_update; start the update again")
-        if self._update.done():
-            await self._update
-        self._updates.put([(name, _from_bytes(raw, dtype, shape)) for name, dtype, shape, raw in bucket])
+        await self._put([(name, _from_bytes(raw, dtype, shape)) for name, dtype, shape, raw in bucket])
+
+    async def _put(self, item: Bucket | None | Exception) -> None:
+        """Hand an item to the engine's thread once it has room; raises what ended the update instead of waiting on."""
+        assert self._update is not None and self._updates is not None
+        while True:
+            if self._update.done():
+                await self._update
+                return
+            try:
+                self._updates.put_nowait(item)
+                return
+            except queue.Full:
+                await asyncio.sleep(0.002)
 
     async def finish_weight_update(self) -> None:
         """Return when the new weights are in use; raises what went wrong otherwise."""
-        assert self._update is not None and self._updates is not None
-        self._updates.put(None)
+        assert self._update is not None
         try:
+            await self._put(None)
             await self._update
         finally:
             self._update = self._updates = None
@@ -222,8 +256,9 @@ class NativeServer:
 
     async def _abandon_update(self) -> None:
         """A sender that died left a half update behind; the engine says so until a full one arrives."""
-        assert self._update is not None and self._updates is not None
-        self._updates.put(None)
+        assert self._update is not None
+        with contextlib.suppress(Exception):
+            await self._put(RuntimeError("the sender started another update before it had ended this one"))
         await asyncio.gather(self._update, return_exceptions=True)
         self._update = self._updates = None
 
@@ -244,7 +279,7 @@ class NativeServer:
         return self.engine.stats() | {"global_steps": self.global_steps, "pid": os.getpid()}
 
 
-def _drain(buckets: queue.Queue[Bucket | None]) -> Iterator[tuple[str, torch.Tensor]]:
+def _drain(buckets: queue.Queue[Bucket | None | Exception]) -> Iterator[tuple[str, torch.Tensor]]:
     while True:
         try:
             bucket = buckets.get(timeout=_UPDATE_LIMIT_S)
@@ -252,6 +287,8 @@ def _drain(buckets: queue.Queue[Bucket | None]) -> Iterator[tuple[str, torch.Ten
             raise TimeoutError(f"no further weights within {_UPDATE_LIMIT_S:g} s: the trainer's end is gone") from None
         if bucket is None:
             return
+        if isinstance(bucket, Exception):
+            raise bucket
         yield from bucket
 
 
@@ -271,7 +308,10 @@ def _load_model(config: Any, model_config: Any) -> Any:
 
     dtype = PrecisionType.to_dtype(config.dtype)
     return AutoModelForCausalLM.from_pretrained(
-        model_config.local_path, dtype=dtype, trust_remote_code=model_config.trust_remote_code
+        model_config.local_path,
+        config=copy.deepcopy(model_config.hf_config),  # with the user's override_config, as the trainer has it
+        dtype=dtype,
+        trust_remote_code=model_config.trust_remote_code,
     ).eval()
 
 
