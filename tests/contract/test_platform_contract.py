@@ -151,3 +151,18 @@ def test_both_of_verls_initialisers_make_a_group_that_broadcasts(world_size, ray
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.spawn(_broadcast, (world_size, port, ray_variant), nprocs=world_size)
+
+
+def test_freed_memory_is_kept_and_given_back_when_it_becomes_scarce(monkeypatch):
+    from verl_fl.platform import cpu
+
+    assert cpu.keep_freed_memory() is True
+    module = cpu.CPUDeviceModule()
+    block = torch.ones(64 << 20)
+    del block
+    held = module.memory_allocated()
+    module.empty_cache()
+    assert module.memory_allocated() > held - (100 << 20), "nothing is given back while there is enough"
+    monkeypatch.setattr(module, "mem_get_info", lambda: (1, 100))
+    module.empty_cache()
+    assert module.memory_allocated() < held - (200 << 20)

@@ -179,7 +179,8 @@ class CPUDeviceModule:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_HEAP_BLOCK = 1 << 30
+_LARGEST_HEAP_BLOCKS = (1 << 30, 32 << 20)
+"""What to ask for, in bytes; some glibc take no more than the second."""
 
 
 def keep_freed_memory() -> bool:
@@ -191,7 +192,8 @@ def keep_freed_memory() -> bool:
     mallopt = _libc("mallopt")
     if mallopt is None:
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+    kept = any(mallopt(_M_MMAP_THRESHOLD, size) for size in _LARGEST_HEAP_BLOCKS)
+    return bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)) and kept
 
 
 def _libc(name: str) -> Any:
