@@ -14,7 +14,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_fl import _env, _verl
-from verl_fl.platform.cpu import keep_freed_memory
+from verl_fl.platform.cpu import keep_freed_memory, usable_cores
 from verl_fl.platform.manager import platform_classes
 
 logger = logging.getLogger("verl_fl.engine")
@@ -53,8 +53,7 @@ def use_cores(local_world_size: int) -> int:
 
     Ray starts every worker with ``OMP_NUM_THREADS=1``; on a CPU platform that leaves all other cores idle.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = int(_env.read(_env.NUM_THREADS) or max(1, cores // local_world_size))
+    threads = int(_env.read(_env.NUM_THREADS) or max(1, usable_cores() // local_world_size))
     if _verl.current_platform().device_name == "cpu":
         keep_freed_memory()
         torch.set_num_threads(threads)

@@ -29,11 +29,8 @@ def resource_count(original: Callable) -> Callable:
     @functools.wraps(original)
     def _check_resource_available(self: Any) -> None:
         resource = _verl.current_platform().ray_resource_name()
-        pools = {
-            name: [{resource: float(count)}] for name, counts in self.resource_pool_spec.items() for count in counts
-        }
         demand = [{resource: float(count)} for counts in self.resource_pool_spec.values() for count in counts]
-        check_demand(demand, what=f"resource pools {', '.join(pools)}")
+        check_demand(demand, what=f"resource pools {', '.join(self.resource_pool_spec)}")
 
     return _check_resource_available
 

@@ -183,11 +183,15 @@ _LARGEST_HEAP_BLOCKS = (1 << 30, 32 << 20)
 """What to ask for, in bytes; some glibc take no more than the second."""
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on, which a container or a mask can make fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def keep_freed_memory() -> bool:
     """Let this process reuse its large blocks instead of returning each to the system; True where glibc can.
 
-    Activations come and go at every layer, and a fresh page costs more than the work on it: a training step of a small
-    model gains a fifth. :meth:`CPUDeviceModule.empty_cache` gives the memory back when it becomes scarce. Idempotent.
+    Activations come and go at every layer, and a fresh page costs more than the work on it. :meth:`CPUDeviceModule.empty_cache` gives the memory back when it becomes scarce. Idempotent.
     """
     mallopt = _libc("mallopt")
     if mallopt is None:
@@ -251,8 +255,7 @@ class CPUPlatform(Platform):
 
     @classmethod
     def probe(cls) -> Probe:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return Probe(found=True, reason=f"{cores} cores usable by this process")
+        return Probe(found=True, reason=f"{usable_cores()} cores usable by this process")
 
     @property
     def device_module(self) -> CPUDeviceModule:

@@ -59,7 +59,7 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
 def _library() -> ctypes.CDLL | None:
     compiler = shutil.which((os.environ.get("CC") or "cc").split()[-1])
     if compiler is None:
-        logger.warning("rollout: no C compiler (cc), so decoding runs on torch's operators alone, a third slower")
+        logger.warning("rollout: no C compiler (cc), so decoding runs on torch's operators alone, slower")
         return None
     try:
         path = _cache_folder() / f"kernels-{_key(compiler)}.so"
@@ -68,7 +68,7 @@ def _library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
-        logger.warning("rollout: the C kernels are not used, decoding is a third slower: %s", detail)
+        logger.warning("rollout: the C kernels are not used, decoding is slower: %s", detail)
         return None
 
 

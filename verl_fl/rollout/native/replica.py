@@ -15,6 +15,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_fl import _env
 from verl_fl._errors import explain
+from verl_fl.platform.cpu import usable_cores
 from verl_fl.rollout.native.server import NativeServer
 
 
@@ -83,8 +84,7 @@ class NativeReplica(RolloutReplica):
 
 def _where(worker: Any) -> tuple[str, int, int]:
     """Run on the worker: ``(node id, usable cores, worker processes of its group on this node)``."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ray.get_runtime_context().get_node_id(), cores, int(os.environ.get("RAY_LOCAL_WORLD_SIZE", "1"))
+    return ray.get_runtime_context().get_node_id(), usable_cores(), int(os.environ.get("RAY_LOCAL_WORLD_SIZE", "1"))
 
 
 def _hf_model_config(model_config: Any) -> HFModelConfig:

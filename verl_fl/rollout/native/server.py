@@ -120,7 +120,12 @@ class NativeServer:
         """
         if image_data or video_data or extra.get("audio_data"):
             raise ValueError(
-                "rollout 'native' generates from text only; use rollout.name=vllm for images, video, audio"
+                explain(
+                    "rollout 'native' generates from text only",
+                    asked=f"request {request_id!r} with images, video or audio",
+                    legal="token ids",
+                    fix="use rollout.name=vllm for such data",
+                )
             )
         params = self._params(len(prompt_ids), dict(sampling_params))
         return self._token_output(await self.engine.generate(list(prompt_ids), params, request_id))
