@@ -191,7 +191,8 @@ def usable_cores() -> int:
 def keep_freed_memory() -> bool:
     """Let this process reuse its large blocks instead of returning each to the system; True where glibc can.
 
-    Activations come and go at every layer, and a fresh page costs more than the work on it. :meth:`CPUDeviceModule.empty_cache` gives the memory back when it becomes scarce. Idempotent.
+    Activations come and go at every layer, and a fresh page costs more than the work on it.
+    :meth:`CPUDeviceModule.empty_cache` gives the memory back when it becomes scarce. Idempotent.
     """
     mallopt = _libc("mallopt")
     if mallopt is None:
