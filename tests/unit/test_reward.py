@@ -3,7 +3,11 @@
 import asyncio
 import os
 import pickle
+import socket
+import subprocess
+import sys
 import time
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +94,22 @@ def test_no_process_outlives_its_pool(path):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("before", ["its first message", "it has loaded"])
+def test_a_child_whose_run_ends_before_says_nothing(tmp_path, before):
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ntime.sleep(0.3)\ndef compute_score(**kwargs): return 1.0\n")
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "verl_fl.reward.child", str(theirs.fileno()), str(file), "compute_score"]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True) as child:
+        theirs.close()
+        with Connection(ours.detach()) as connection:
+            if before == "it has loaded":
+                connection.send([])
+                time.sleep(0.1)
+        said = child.communicate(timeout=30)[1]
+    assert (child.returncode, said) == (0, "")
 
 
 def test_a_file_that_can_not_be_loaded_is_named(tmp_path):

@@ -38,11 +38,12 @@ def test_platform_imports_torch_and_the_standard_library_only(path):
     assert not third_party
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+# The patches quote verl's own text, which names vendors; they hold no branch on one.
+NAMELESS = [path for path in FILES if path.relative_to(ROOT).parts[0] not in ("platform", "patches")]
+
+
+@pytest.mark.parametrize("path", NAMELESS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_only_the_platform_room_names_a_vendor(path):
-    # The patches quote verl's own text, which names vendors; they hold no branch on one.
-    if path.relative_to(ROOT).parts[0] in ("platform", "patches"):
-        pytest.skip("the rooms that may")
     docstrings = {
         node.body[0].value.lineno
         for node in ast.walk(ast.parse(path.read_text()))

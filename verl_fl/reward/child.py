@@ -6,6 +6,7 @@ user's. It imports what the function imports, and nothing of its own but the sta
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -114,7 +115,12 @@ def _end_with(parent: int) -> None:
 
 def main(fd: int, path: str, name: str) -> None:
     """Load the function, say whether that worked, then answer calls until the socket closes."""
-    connection = Connection(fd)
+    # The other end may close at any moment, while the function loads too: a run that has ended, nobody's error.
+    with Connection(fd) as connection, contextlib.suppress(EOFError, ConnectionError):
+        _serve(connection, path, name)
+
+
+def _serve(connection: Connection, path: str, name: str) -> None:
     sys.path.extend(entry for entry in connection.recv() if entry not in sys.path)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
@@ -127,8 +133,8 @@ def main(fd: int, path: str, name: str) -> None:
     while True:
         try:
             args, kwargs = connection.recv()
-        except EOFError:
-            return
+        except (EOFError, ConnectionError):
+            raise
         except Exception as error:
             connection.send_bytes(pickle.dumps((None, f"could not be given its arguments: {describe(error)}")))
             continue
