@@ -1,11 +1,15 @@
 """Fixtures for every test, and a watch for what a test leaves behind."""
 
 import os
+import signal
 import threading
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts its background jobs so, and the tests that press Ctrl-C would press it on children that ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _MAY_CHANGE = {"PYTEST_CURRENT_TEST"} | {  # set once, by importing verl and what it imports
     "LAZY_LEGACY_OP",

@@ -84,6 +84,10 @@ def test_the_first_and_last_reward_are_means_of_three_steps():
     assert found["tokens_per_second"] == 70.0
 
 
+def test_a_step_without_a_row_is_counted():
+    assert summary.figures([step for step in steps(0.1, 0.2, 0.3, 0.4) if step.number != 3])["steps"] == 4
+
+
 def test_without_a_clock_the_steps_own_times_count():
     assert summary.figures(steps(0.5, 0.5))["train_seconds"] == 4.0
 

@@ -36,7 +36,8 @@ def figures(steps: Sequence[Step], wall_s: float | None = None) -> dict[str, Any
     return {
         "reward_first": _mean(rewards[:WINDOW]),
         "reward_last": _mean(rewards[-WINDOW:]),
-        "steps": len(steps),
+        # The last one's number: a run that was stopped between a save and its log line has no row for that step.
+        "steps": steps[-1].number if steps else 0,
         "train_seconds": round(seconds, 2),
         "tokens_per_second": round(tokens / seconds, 1) if seconds > 0 else None,
     }
