@@ -19,6 +19,18 @@ NUM_THREADS = "VERL_FL_NUM_THREADS"
 PLACEMENT_TIMEOUT_S = "VERL_FL_PLACEMENT_TIMEOUT_S"
 """Seconds to wait for Ray to place a pool that the cluster could hold but does not hold now. Default 300."""
 
+USE_FLAGCX = "USE_FLAGCX"
+"""1: FlagCX is the backend of every torch process group, or the process fails with the reason. verl's own switch."""
+
+FLAGCX_PATH = "FLAGCX_PATH"
+"""Folder of a FlagCX build; the library is looked for in it, its ``lib`` and its ``build/lib``."""
+
+RAY_UNIT_RESOURCES = "RAY_custom_unit_instance_resources"
+"""Ray's own: the custom resources whose units it numbers, so that each actor knows which device it has."""
+
+SIMULATED = "VERL_FL_SIMULATED"
+"""Which simulated chips this machine has, by name with commas between. Unset: all whose package is installed."""
+
 FORWARDED = (NUM_THREADS, PLACEMENT_TIMEOUT_S, "VERL_ENGINE_DEVICE", "VERL_ENGINE_VENDOR", "HF_HUB_OFFLINE", "HF_HOME")
 """Variables that a worker needs as the driver has them. No device mask is ever among them."""
 

@@ -14,6 +14,26 @@ def current_platform() -> Any:
     return get_platform()
 
 
+def decided_platform() -> Any:
+    """verl's platform of this process, or None where nobody has asked for it yet."""
+    from verl.plugin.platform import platform_manager
+
+    return platform_manager._current_platform
+
+
+def expected_platform() -> Any:
+    """verl's platform of this process, or the one that it would decide on now; asking decides nothing.
+
+    For what verl asks while its modules are imported, when a later plugin or ``trainer.device`` may still change it.
+    """
+    from verl.plugin.platform import PlatformRegistry, platform_manager
+
+    if (decided := decided_platform()) is not None:
+        return decided
+    platform_cls = PlatformRegistry.get(platform_manager._detect_platform_name())
+    return current_platform() if platform_cls is None else platform_cls()  # the former says what is wrong
+
+
 def on_our_platform() -> bool:
     """Whether the current platform is one that verl-fl brings."""
     return isinstance(current_platform(), Platform)

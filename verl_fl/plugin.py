@@ -61,14 +61,32 @@ def _check_verl() -> None:
 
 
 def _register_platforms() -> None:
+    from verl_fl.platform.manager import platform_classes
+
+    for platform_cls in platform_classes().values():
+        register_platform(platform_cls)
+
+
+def register_platform(platform_cls: type) -> None:
+    """Make verl and detection know a platform. Its names select it, verl's name for the same chip among them.
+
+    Called by a vendor's package through :func:`verl_fl.register`. Idempotent.
+
+    Raises:
+        TypeError: ``platform_cls`` is not a :class:`verl_fl.platform.Platform`, or lacks what one must state.
+        ValueError: one of its names belongs to another platform.
+    """
     from verl.plugin.platform import PlatformBase, PlatformRegistry
 
     from verl_fl.platform.bridge import to_verl
-    from verl_fl.platform.manager import platform_classes
+    from verl_fl.platform.check import check_class, check_names
 
-    for name, platform_cls in platform_classes().items():
-        if PlatformRegistry.get(name) is None:
-            PlatformRegistry.register(platform=name)(to_verl(platform_cls, PlatformBase))
+    checked = check_class(platform_cls)
+    check_names(checked, map(PlatformRegistry.get, PlatformRegistry.registered_names()))
+    if issubclass(PlatformRegistry.get(checked.name) or object, checked):
+        return
+    stock = PlatformRegistry.get(checked.verl_name)  # it stays, under its own name; detection takes ours
+    PlatformRegistry.register(platform=checked.name)(to_verl(checked, PlatformBase, stock))
 
 
 def _register_engines(_: ModuleType) -> None:

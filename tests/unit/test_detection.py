@@ -62,7 +62,8 @@ def test_an_unknown_name_lists_the_legal_ones(monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "cpux")
     with pytest.raises(ValueError, match="unknown platform 'cpux'") as error:
         manager.detect({"vendorx": no})
-    assert "VERL_PLATFORM='cpux'" in str(error.value) and "cpu, vendorx" in str(error.value)
+    assert "VERL_PLATFORM='cpux'" in str(error.value) and "cpu, cuda, generic, huawei" in str(error.value)
+    assert "nvidia" in str(error.value) and "vendorx" in str(error.value)
 
 
 def test_a_platform_that_is_absent_is_an_error_with_every_reason(monkeypatch):

@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from verl_fl._version import __version__
@@ -54,6 +54,7 @@ class Report:
 
     verl_fl: str = __version__
     packages: list[dict[str, Any]] = field(default_factory=list)
+    plugins: list[dict[str, Any]] = field(default_factory=list)
     platform: dict[str, Any] = field(default_factory=dict)
     registered: dict[str, list[str]] = field(default_factory=dict)
     patches: list[dict[str, str]] = field(default_factory=list)
@@ -91,6 +92,7 @@ def examine() -> Report:
     if "torch" in broken:
         return report
     has_verl = "verl" not in broken
+    _plugins(report)
     if not _attempt(report, "the platform", lambda: report.platform.update(_platform(has_verl))):
         return report  # most of verl asks for the platform while it is imported, so it would fail in the same way
     if has_verl:
@@ -165,12 +167,29 @@ def _machine() -> dict[str, Any]:
     }
 
 
+def _plugins(report: Report) -> None:
+    """Load every plugin of verl, as verl does, and say what verl hides: that one of them raised."""
+    for plugin in entry_points(group="verl.plugins"):
+        note = ""
+        try:
+            plugin.load()
+        except BaseException as error:  # a package of somebody else's may even call sys.exit
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            note = f"{type(error).__name__}: {_first_line(error)}"
+            owner = plugin.dist.name if plugin.dist else plugin.value
+            report.problems.append(f"verl goes on without plugin {plugin.name}: {note}\n  do: mend or remove {owner}")
+        report.plugins.append({"name": plugin.name, "module": plugin.value, "error": note})
+
+
 def _load_plugin() -> None:
     importlib.import_module("verl_fl.plugin")
 
 
 def _platform(has_verl: bool) -> dict[str, Any]:
     """The choice and every probe's reason; without verl over verl-fl's own platforms only."""
+    from verl_fl.platform import flagcx
+
     if has_verl:
         from verl_fl.patches.platform import detection as detect
     else:
@@ -178,7 +197,14 @@ def _platform(has_verl: bool) -> dict[str, Any]:
 
     found = detect()
     probes = {name: {"found": probe.found, "reason": probe.reason} for name, probe in found.probes.items()}
-    return {"name": found.name, "reason": found.reason, "explicit": found.explicit, "probes": probes}
+    collectives = {**asdict(flagcx.find()), "requested": flagcx.requested()}
+    return {
+        "name": found.name,
+        "reason": found.reason,
+        "explicit": found.explicit,
+        "probes": probes,
+        "flagcx": collectives,
+    }
 
 
 def _registries() -> dict[str, list[str]]:

@@ -17,6 +17,9 @@ def show(report: Report, console: Console | None = None) -> None:
     """Print it; the verdict comes last."""
     console = console or Console()
     tables = [_packages(report)]
+    if any(plugin["error"] for plugin in report.plugins) or len(report.plugins) > 1:
+        rows = {plugin["name"]: plugin["error"] or f"loaded: {plugin['module']}" for plugin in report.plugins}
+        tables.append(_pairs("plugins of verl", rows))
     if report.platform:
         tables.append(_platform(report.platform))
     if report.registered:
@@ -63,6 +66,9 @@ def _platform(platform: dict[str, Any]) -> Table:
     table = _table(f"platform: {platform['name']} ({platform['reason']})", "probe", "here", "reason")
     for name, probe in platform["probes"].items():
         table.add_row(name, "yes" if probe["found"] else "no", Text(probe["reason"]))
+    library = platform["flagcx"]
+    use = "of every group" if library["requested"] else "between vendors"
+    table.add_row("FlagCX", "yes" if library["found"] else "no", Text(f"{library['reason']} (backend {use})"))
     return table
 
 

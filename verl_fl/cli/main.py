@@ -113,11 +113,19 @@ def quickstart(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout.")] = False,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="List instead each vendor-specific place in the installed verl.")
+    ] = False,
 ) -> None:
     """Say what is installed, which chip this is and why, what verl-fl changes in verl, and what is missing.
 
-    Exit code 0: healthy. 1: something that verl-fl needs is missing or outside its range.
+    Exit code 0: healthy. 1: something that verl-fl needs is missing or outside its range; with --audit, verl has a
+    place that nobody has judged.
     """
+    if audit:
+        from verl_fl.cli import audit_view
+
+        raise typer.Exit(audit_view.run(as_json=as_json))
     from verl_fl.cli import doctor as command
 
     raise typer.Exit(command.run(as_json=as_json))

@@ -10,12 +10,13 @@ import os
 from typing import Any
 
 import torch
+from verl.plugin.platform import PlatformRegistry
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_fl import _env, _verl
+from verl_fl.platform.base import Platform
 from verl_fl.platform.cpu import keep_freed_memory, usable_cores
-from verl_fl.platform.manager import platform_classes
 
 logger = logging.getLogger("verl_fl.engine")
 
@@ -61,14 +62,24 @@ def use_cores(local_world_size: int) -> int:
 
 
 def register() -> None:
-    """Register both engines for every platform of ours that verl has none for. Idempotent."""
-    for platform_cls in platform_classes().values():
+    """Register both engines for every platform of our contract in verl's registry. Idempotent.
+
+    For its (device, vendor), unless verl has an engine for that chip itself, and for its device alone where verl has
+    none, so that ``VERL_ENGINE_DEVICE`` finds it whatever the vendor is.
+    """
+    for name in PlatformRegistry.registered_names():
+        platform_cls = PlatformRegistry.get(name)
+        if platform_cls is None or not issubclass(platform_cls, Platform) or platform_cls.verl_name:
+            continue
+        platform = platform_cls()
+        device, vendor = platform.device_name, platform.vendor_name
         for model_type, engine_cls in (("language_model", LMHeadEngine), ("value_model", ValueHeadEngine)):
-            _register(model_type, engine_cls, platform_cls.device_name)
+            _register(model_type, engine_cls, device, None)
+            _register(model_type, engine_cls, device, vendor)
 
 
-def _register(model_type: str, engine_cls: type, device: str) -> None:
+def _register(model_type: str, engine_cls: type, device: str, vendor: str | None) -> None:
     table = EngineRegistry._engines.get(model_type, {})
     for backend in ("fsdp", "fsdp2"):
-        if device not in table.get(backend, {}):
-            EngineRegistry.register(model_type=model_type, backend=backend, device=device)(engine_cls)
+        if ((device, vendor) if vendor else device) not in table.get(backend, {}):
+            EngineRegistry.register(model_type=model_type, backend=backend, device=device, vendor=vendor)(engine_cls)

@@ -85,3 +85,30 @@ def critic_attention(original: Callable) -> Callable:
         )
 
     return load_valuehead_model
+
+
+@patch(
+    target="verl.models.transformers.monkey_patch:apply_monkey_patch",
+    why="verl exchanges the parts of a sequence inside FlashAttention only; with another attention, which is the "
+    "default where the package is not, each rank of a sequence-parallel group attends to its own part in silence",
+    reference="verl/models/transformers/monkey_patch.py _ulysses_flash_attention_forward",
+    remove_when="verl's sequence parallelism works with sdpa, or refuses it",
+)
+def sequence_parallel_attention(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def apply_monkey_patch(model: Any, ulysses_sp_size: int = 1, *args: Any, **kwargs: Any) -> Any:
+        attention = getattr(model.config, "_attn_implementation", None)
+        if ulysses_sp_size > 1 and "flash" not in str(attention):
+            raise ValueError(
+                explain(
+                    "sequence parallelism works with FlashAttention only",
+                    asked=f"ulysses_sequence_parallel_size={ulysses_sp_size}",
+                    found=f"attention {attention!r}; {_verl.supports('flash_attention_2')[1]}",
+                    legal="ulysses_sequence_parallel_size=1 with this attention",
+                    fix="set ulysses_sequence_parallel_size=1 for actor, ref and critic, and lower the tokens a "
+                    "micro-batch (ppo_max_token_len_per_gpu) instead",
+                )
+            )
+        return original(model, ulysses_sp_size, *args, **kwargs)
+
+    return apply_monkey_patch

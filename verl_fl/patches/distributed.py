@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,26 @@ def process_group_backend(original: Callable) -> Callable:
 
 def _backend() -> str | None:
     return _verl.current_platform().process_group_backend() if _verl.on_our_platform() else None
+
+
+@patch(
+    target="verl.checkpoint_engine.base:CheckpointEngineRegistry.new",
+    why="verl's Mooncake engine keeps its buffer on 'cuda' unless engine_kwargs says otherwise, on every platform",
+    reference="verl/checkpoint_engine/mooncake_checkpoint_engine.py",
+    remove_when="the engines' default device is the platform's",
+)
+def transfer_device(original: Any) -> Any:
+    make = original.__func__
+
+    @functools.wraps(make)
+    def new(cls: type, backend: str, *args: Any, **kwargs: Any) -> Any:
+        accepted = inspect.signature(cls.get(backend)).parameters  # type: ignore[attr-defined]
+        takes_device = "device" in accepted and accepted["device"].default == "cuda"
+        if takes_device and "device" not in kwargs and len(args) <= list(accepted).index("device"):
+            kwargs["device"] = _verl.current_platform().device_name
+        return make(cls, backend, *args, **kwargs)
+
+    return classmethod(new)
 
 
 @patch(

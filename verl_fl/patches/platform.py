@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,24 +13,25 @@ import psutil
 
 from verl_fl import _env, _verl
 from verl_fl.patches.ledger import patch
-from verl_fl.platform.base import Probe
-from verl_fl.platform.manager import Detection, ProbeFn, detect, platform_classes
+from verl_fl.platform.base import Platform, Probe
+from verl_fl.platform.manager import Detection, ProbeFn, detect
 
 logger = logging.getLogger("verl_fl.platform")
 
 
 def detection() -> Detection:
-    """Detect over verl-fl's platforms and all others in verl's registry."""
+    """Detect over all platforms in verl's registry: verl-fl's, those of packages that build on it, and any others."""
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
-    ours = platform_classes()
+    registered: dict[str, Any] = {name: PlatformRegistry.get(name) for name in PlatformRegistry.registered_names()}
+    ours = {name: cls for name, cls in registered.items() if issubclass(cls, Platform) and name == cls.name}
+    replaced = {cls.verl_name for cls in ours.values()}  # verl's own classes for chips that verl-fl has a file for
     foreign: dict[str, ProbeFn] = {
-        name: functools.partial(_probe_stock, PlatformRegistry.get(name))
-        for name in PlatformRegistry.registered_names()
-        if name not in ours
+        name: functools.partial(_probe_stock, cls)
+        for name, cls in registered.items()
+        if name not in ours and name not in replaced
     }
-    aliases = {"cuda": "nvidia", "npu": "huawei", "rocm": "amd"}
-    return detect(foreign, {alias: name for alias, name in aliases.items() if name in foreign})
+    return detect(foreign, classes=ours)
 
 
 def _probe_stock(platform_cls: Any) -> Probe:
@@ -89,10 +92,10 @@ def explicit_device(original: Callable) -> Callable:
 def runtime_environment(original: Callable) -> Callable:
     @functools.wraps(original)
     def get_ppo_ray_runtime_env(*args: Any, **kwargs: Any) -> dict:
+        _drop_masks(_env_vars_of(args[0] if args else kwargs.get("config")))
         runtime_env = original(*args, **kwargs)
         env_vars = runtime_env.setdefault("env_vars", {})
-        for name in [name for name in env_vars if _is_mask(name)]:
-            del env_vars[name]
+        _drop_masks(env_vars)
         found = detection()
         on_cpu = _verl.current_platform().device_name == "cpu"  # perhaps by trainer.device=cpu, see explicit_device
         if found.explicit or (on_cpu and found.name != "cpu"):
@@ -106,7 +109,36 @@ def runtime_environment(original: Callable) -> Callable:
     return get_ppo_ray_runtime_env
 
 
+def _env_vars_of(config: Any) -> Any:
+    """The user's own ``ray_kwargs.ray_init.runtime_env.env_vars``, which verl merges over what is returned here."""
+    found = config
+    for name in ("ray_kwargs", "ray_init", "runtime_env", "env_vars"):
+        found = found.get(name) if found else None
+    return {} if found is None else found
+
+
+def _drop_masks(env_vars: Any) -> None:
+    from omegaconf import DictConfig, open_dict
+
+    for name in [name for name in env_vars if _is_mask(name)]:
+        logger.warning("platform: %s=%s is not forwarded: it would hide devices on every node", name, env_vars[name])
+        with open_dict(env_vars) if isinstance(env_vars, DictConfig) else contextlib.nullcontext():
+            del env_vars[name]
+
+
+_MASK = re.compile(
+    r"(?!RAY_).*(_VISIBLE_(DEVICES|MODULES|CORES|CHIPS)|_AFFINITY_MASK|_DEVICE_SELECTOR|_DEVICE_ORDINAL)"
+)
+
+
 def _is_mask(name: str) -> bool:
-    return name.endswith(("_VISIBLE_DEVICES", "_VISIBLE_MODULES", "_VISIBLE_CORES", "_VISIBLE_CHIPS")) and (
-        not name.startswith("RAY_EXPERIMENTAL_NOSET_")
-    )
+    """Whether a variable of this name hides devices, by the vendors' habits and by what the platforms say."""
+    return bool(_MASK.fullmatch(name)) or name in _masks()
+
+
+def _masks() -> set[str]:
+    from verl.plugin.platform import PlatformRegistry
+
+    registered: list[Any] = [PlatformRegistry.get(name) for name in PlatformRegistry.registered_names()]
+    platforms = [cls() for cls in registered if issubclass(cls, Platform)]
+    return {mask for platform in platforms for mask in (platform.visible_devices, *platform.mask_aliases)}

@@ -7,11 +7,19 @@ run a platform and prove it.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from verl_fl._errors import explain
+from verl_fl.platform import evidence, flagcx, masks
+
+FEATURES = ("bf16", "flash_attention_2", "fp16", "fsdp1", "ipc", "pinned_memory", "streams")
+"""What :meth:`Platform.supports` answers for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +32,11 @@ class Probe:
     reason: str
     """The evidence, in a sentence a user can check."""
 
+    unusable: bool = False
+    """Its hardware is here, but this Python environment can't use it; ``reason`` says what is missing."""
 
-class Platform(ABC):
+
+class Platform:
     """One chip as verl sees it.
 
     The sixteen methods of verl's call sites, then streams, then what Ray and the rollout need. All take and return
@@ -38,21 +49,103 @@ class Platform(ABC):
     aliases: ClassVar[tuple[str, ...]] = ()
     """Other names for the same platform, verl's own among them."""
 
+    verl_name: ClassVar[str] = ""
+    """Stock verl's registry name for the same chip; empty: verl has none."""
+
     device_name: ClassVar[str]
     """torch's device type, such as ``cuda``."""
 
     vendor_name: ClassVar[str]
     """Who made the chip, such as ``nvidia``."""
 
-    @classmethod
-    @abstractmethod
-    def probe(cls) -> Probe:
-        """Say whether this machine is this vendor's. Loads no SDK; independent of any visibility mask."""
+    sdk: ClassVar[str] = ""
+    """The package that adds ``torch.<device_name>``, imported when the device is first used; empty: torch has it."""
 
-    @property
-    @abstractmethod
+    collective: ClassVar[str]
+    """torch.distributed's backend for the device's tensors, such as ``nccl``."""
+
+    flagcx: ClassVar[str] = ""
+    """FlagCX's name for the chip; empty: FlagCX does not serve it."""
+
+    visible_devices: ClassVar[str]
+    """The variable that masks devices for a new process."""
+
+    mask_aliases: ClassVar[tuple[str, ...]] = ()
+    """Masks of other vendors that a launcher may have set in its place; see :meth:`adopt_mask`."""
+
+    mask_read: ClassVar[str] = "first use"
+    """When the runtime reads its mask, once: at ``first use`` of a device, or at ``import`` of the SDK."""
+
+    mask_uuids: ClassVar[bool] = False
+    """Whether a mask may name devices by UUID."""
+
+    ray_resource: ClassVar[str]
+    """The Ray resource that counts the devices: ``GPU`` where Ray does so itself, else a custom one."""
+
+    smi_tool: ClassVar[str] = ""
+    """The vendor's management tool. Never evidence: other vendors ship tools of the same name."""
+
+    pci_vendor: ClassVar[str] = ""
+    """PCI vendor id, such as ``0x10de``."""
+
+    device_nodes: ClassVar[str] = ""
+    """The kernel driver's device files, such as ``/dev/nvidia[0-9]*``."""
+
+    ipc: ClassVar[bool] = False
+    """Whether two processes can share device memory by handle."""
+
+    features: ClassVar[Mapping[str, tuple[bool, str]]] = {}
+    """What :meth:`supports` answers where that differs from the defaults: ``{feature: (works, why)}``."""
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """Say whether this machine is this vendor's. Loads no SDK; independent of any visibility mask.
+
+        By default the SDK's package is the evidence: it is installed on a vendor's machines, head nodes without a
+        device included.
+        """
+        hardware = cls.hardware()
+        if evidence.package(cls.sdk):
+            return Probe(found=True, reason=f"package {cls.sdk} is installed" + (f"; {hardware}" if hardware else ""))
+        absent = f"package {cls.sdk} is not installed"
+        return Probe(found=False, reason=f"{hardware}, but {absent}" if hardware else absent, unusable=bool(hardware))
+
+    @classmethod
+    def hardware(cls) -> str:
+        """What the kernel and the PCI bus show of this vendor's chips, in words; empty: nothing."""
+        nodes, cards = evidence.device_nodes(cls.device_nodes), evidence.pci_devices(cls.pci_vendor)
+        seen = [f"{len(nodes)} device files like {nodes[0]}"] if nodes else []
+        return " and ".join(seen + ([f"{cards} cards on the PCI bus ({cls.pci_vendor})"] if cards else []))
+
+    @functools.cached_property
     def device_module(self) -> Any:
-        """torch's namespace for the device, such as ``torch.cuda``, or an object that behaves like it."""
+        """torch's namespace for the device, such as ``torch.cuda``, or an object that behaves like it.
+
+        The first use settles the mask (:meth:`adopt_mask`) and imports the SDK.
+
+        Raises:
+            RuntimeError: the SDK can't be imported, or torch does not know the device.
+        """
+        self.adopt_mask()
+        try:
+            if self.sdk:
+                importlib.import_module(self.sdk)
+            import torch
+
+            return self.on_load(getattr(torch, self.device_name))
+        except Exception as error:  # whatever a vendor's SDK raises
+            raise RuntimeError(
+                explain(
+                    f"torch can't use {self.device_name!r} devices here: {type(error).__name__}: {error}",
+                    asked=f"platform {self.name}",
+                    found=self.probe().reason,
+                    fix=f"install the {self.sdk or 'torch'} that fits this machine's {self.vendor_name} driver",
+                )
+            ) from error
+
+    def on_load(self, module: Any) -> Any:
+        """Mend what the vendor's module lacks, once, and return it."""
+        return module
 
     # --- device -------------------------------------------------------------------------------------------------
 
@@ -108,13 +201,60 @@ class Platform(ABC):
 
     # --- communication ------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def communication_backend_name(self) -> str:
-        """torch.distributed's backend for this device's tensors."""
+        """torch.distributed's backend for this device's tensors; ``flagcx`` where ``USE_FLAGCX`` asks for it.
 
-    @abstractmethod
+        Raises:
+            RuntimeError: FlagCX was asked for and can't be had.
+        """
+        if not flagcx.requested():
+            return self.collective
+        flagcx.require(self.name, self.flagcx)
+        return "flagcx"
+
     def visible_devices_envvar(self) -> str:
         """The variable that masks devices for a new process."""
+        return self.visible_devices
+
+    def adopt_mask(self, environ: MutableMapping[str, str] | None = None) -> list[str] | None:
+        """Make ``environ`` (by default this process's) hold this platform's own mask and no stand-in for it.
+
+        Returns its ids, ``[]`` where it hides every device, or None where there is no mask.
+
+        Raises:
+            ValueError: the mask is not a list of ids.
+            RuntimeError: the runtime has read its mask already, and would not see the change.
+        """
+        target = os.environ if environ is None else environ
+        late = self.mask_read == "import" and self.sdk in sys.modules
+        if masks.adopt(target, self.visible_devices, self.mask_aliases, sdk_loaded=late) is None:
+            return None
+        return masks.parse(target[self.visible_devices], variable=self.visible_devices, uuids=self.mask_uuids)
+
+    def device_id(self, device_index: int) -> str:
+        """What the mask calls the device at ``device_index`` of the visible ones."""
+        ids = [part.strip() for part in os.environ.get(self.visible_devices, "").split(",") if part.strip()]
+        return ids[device_index] if ids else str(device_index)
+
+    def device_index(self, reported_id: str) -> int:
+        """The index in this process of a device that Ray reported: its position in the mask.
+
+        Raises:
+            ValueError: the mask hides that device.
+        """
+        ids = self.adopt_mask()
+        if ids is None:
+            return int(reported_id)
+        if str(reported_id) not in ids:
+            raise ValueError(
+                explain(
+                    f"device {reported_id} was assigned to this process, and its mask hides it",
+                    asked=f"device {reported_id} of resource {self.ray_resource}",
+                    found=f"{self.visible_devices}={','.join(ids)}",
+                    fix=f"start Ray on this node without {self.visible_devices}, or with all its devices in it",
+                )
+            )
+        return ids.index(str(reported_id))
 
     def process_group_backend(self) -> str:
         """The string for ``init_process_group``: a CPU half, and the device's own where it is another device."""
@@ -128,10 +268,10 @@ class Platform(ABC):
         """Name the enclosed block in the device's profiler; without one, do nothing."""
         yield
 
-    def profiler_start(self) -> None:  # noqa: B027  a default that does nothing is the contract
+    def profiler_start(self) -> None:
         """Start the device's profiler; without one, do nothing."""
 
-    def profiler_stop(self) -> None:  # noqa: B027  a default that does nothing is the contract
+    def profiler_stop(self) -> None:
         """Stop the device's profiler; without one, do nothing."""
 
     def cudart(self) -> Any:
@@ -158,22 +298,30 @@ class Platform(ABC):
 
     # --- Ray and the rollout ------------------------------------------------------------------------------------
 
-    @abstractmethod
     def ray_resource_name(self) -> str:
         """The Ray resource that counts this platform's devices."""
+        return self.ray_resource
 
-    def ray_resource_options(self, num_devices: float) -> dict[str, Any]:
-        """Ray actor options that ask for ``num_devices`` of this platform."""
+    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        """Ray actor options that ask for ``num_gpus`` devices of this platform."""
         name = self.ray_resource_name()
-        return {"num_gpus": num_devices} if name == "GPU" else {"resources": {name: num_devices}}
+        return {"num_gpus": num_gpus} if name == "GPU" else {"resources": {name: num_gpus}}
 
     def ray_noset_envvars(self) -> list[str]:
         """Variables that keep Ray from setting this platform's device mask."""
-        return []
+        return [f"RAY_EXPERIMENTAL_NOSET_{self.visible_devices}"]
 
     def is_ipc_supported(self) -> bool:
         """Whether two processes can share device memory by handle."""
-        return False
+        return self.ipc
+
+    def apply_model_patches(self, model_type: str) -> None:
+        """Replace operators of a model that the device lacks; by default none."""
+        return None
+
+    def get_collective_module(self) -> Any:
+        """A Python binding of the collective library, such as ``cupy.cuda.nccl``, or None."""
+        return None
 
     def rollout_env_vars(self) -> dict[str, str]:
         """Environment that a rollout server of this platform needs."""
@@ -181,33 +329,24 @@ class Platform(ABC):
 
     def get_device_uuid(self, device_id: int) -> str:
         """A name for the device that is the same in every process of the node."""
-        mask = os.environ.get(self.visible_devices_envvar(), "")
-        ids = [part.strip() for part in mask.split(",") if part.strip()]
-        return f"{self.ray_resource_name()}-{ids[device_id] if ids else device_id}"
+        return f"{self.ray_resource_name()}-{self.device_id(device_id)}"
 
     # --- capabilities -------------------------------------------------------------------------------------------
 
     def supports(self, feature: str) -> tuple[bool, str]:
-        """Whether ``feature`` works here, and why. Features: ``bf16``, ``fp16``, ``flash_attention_2``, ``ipc``,
-        ``pinned_memory``, ``fsdp1``.
+        """Whether one of :data:`FEATURES` works here, and why. ``streams``: work can run beside its caller.
 
         Raises:
             ValueError: the feature is not one that platforms answer for.
         """
-        try:
-            return self._features()[feature]
-        except KeyError:
-            raise ValueError(f"unknown feature {feature!r}; legal: {', '.join(sorted(self._features()))}") from None
-
-    def _features(self) -> dict[str, tuple[bool, str]]:
-        from importlib.util import find_spec
-
-        flash = find_spec("flash_attn") is not None
-        return {
-            "bf16": (True, "default"),
-            "fp16": (True, "default"),
-            "flash_attention_2": (flash, f"package flash_attn is {'' if flash else 'not '}installed"),
-            "ipc": (self.is_ipc_supported(), "is_ipc_supported()"),
-            "pinned_memory": (True, "default"),
-            "fsdp1": (True, "default"),
-        }
+        if feature in self.features:
+            return self.features[feature]
+        if feature == "ipc":
+            works = self.is_ipc_supported()
+            return works, f"handles of device memory can {'' if works else 'not, as far as is known, '}be shared"
+        if feature == "flash_attention_2":
+            works = evidence.package("flash_attn")
+            return works, f"package flash_attn is {'' if works else 'not '}installed"
+        if feature in FEATURES:
+            return True, "usual for an accelerator"
+        raise ValueError(f"unknown feature {feature!r}; legal: {', '.join(FEATURES)}")

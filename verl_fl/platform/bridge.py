@@ -1,20 +1,30 @@
-"""Makes a :class:`Platform` into one of verl's, without importing verl: the caller hands verl's base class in."""
+"""Makes a :class:`Platform` into one of verl's, without importing verl: the caller hands verl's classes in."""
 
 from __future__ import annotations
 
 from verl_fl.platform.base import Platform
 
+_STOCK_KNOWS = ("apply_model_patches", "get_collective_module", "is_ipc_supported", "rollout_env_vars")
+"""What verl's own class for a chip answers better than our defaults do; the rest says the same in other words."""
 
-def to_verl(platform_cls: type[Platform], verl_base: type) -> type:
-    """Return a subclass of ``verl_base`` whose every abstract member is answered by ``platform_cls``.
 
-    ``platform_cls`` comes first in the method order, so its defaults win over verl's.
+def to_verl(platform_cls: type[Platform], verl_base: type, stock: type | None = None) -> type:
+    """Return a subclass of ``verl_base`` whose every member is answered by ``platform_cls``.
+
+    Args:
+        stock: verl's own class for the same chip. It is a base of the result, and answers where neither the vendor's
+            file nor its names do.
 
     Raises:
         TypeError: verl asks for a member that the contract lacks, which means an untested verl.
     """
-    members = {"device_name": platform_cls.device_name, "vendor_name": platform_cls.vendor_name}
-    bridged = type(f"{platform_cls.__name__}ForVerl", (platform_cls, verl_base), members)
+    parent = stock or verl_base
+    members = {
+        name: getattr(parent, name)
+        for name in _STOCK_KNOWS
+        if stock is not None and getattr(platform_cls, name) is getattr(Platform, name)
+    }
+    bridged = type(f"{platform_cls.__name__}ForVerl", (platform_cls, parent), members)
     missing = sorted(getattr(bridged, "__abstractmethods__", ()))
     if missing:
         raise TypeError(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 from verl_fl.platform.base import Platform, Probe
 
@@ -68,10 +70,12 @@ class CPUDeviceModule:
         return 1
 
     def current_device(self) -> torch.device:
+        import torch
+
         return torch.device("cpu")
 
     def set_device(self, device: object) -> None:
-        if device not in (0, "cpu", None, torch.device("cpu")):
+        if device not in (0, None) and str(device) != "cpu":
             raise ValueError(
                 f"set_device({device!r}): a CPU node has one device, 0; use more workers, not more devices"
             )
@@ -96,23 +100,35 @@ class CPUDeviceModule:
     # --- random numbers: the CPU's generator is torch's default one ---
 
     def manual_seed(self, seed: int) -> None:
+        import torch
+
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device: object = "cpu") -> torch.Tensor:
+        import torch
+
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: object = "cpu") -> None:
+        import torch
+
         torch.set_rng_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
+        import torch
+
         return [torch.get_rng_state()]
 
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        import torch
+
         torch.set_rng_state(states[0])
 
     def initial_seed(self) -> int:
+        import torch
+
         return torch.initial_seed()
 
     # --- memory ---
@@ -248,39 +264,39 @@ def _cgroup_memory() -> tuple[int | None, int]:
 class CPUPlatform(Platform):
     """Trains and generates on the host's cores. One device a node; several workers may share it."""
 
-    name = "cpu"
-    device_name = "cpu"
-    vendor_name = "cpu"
+    name = device_name = vendor_name = "cpu"
+    collective = "gloo"
+    # A variable of our own that nothing sets: the operating system masks cores, not a list of ids.
+    visible_devices = "VERL_FL_CPU_VISIBLE_DEVICES"
+    # Slots for worker processes. Ray's own CPU can't stand in a custom resource request.
+    ray_resource = "fl_cpu"
+    features: ClassVar[Mapping[str, tuple[bool, str]]] = {
+        "fp16": (False, "torch's CPU kernels have no loss scaling and most fp16 operators run unvectorised"),
+        "flash_attention_2": (False, "FlashAttention has no CPU kernel; torch's sdpa is used"),
+        "ipc": (False, "host memory is shared by other means"),
+        "pinned_memory": (False, "host memory is the device memory"),
+        "fsdp1": (False, "FSDP1 synchronises module states on an accelerator only; FSDP2 works"),
+        "streams": (False, "work on the CPU is done when the call returns"),
+    }
 
     _module = CPUDeviceModule()
 
     @classmethod
     def probe(cls) -> Probe:
+        """Every machine is one."""
         return Probe(found=True, reason=f"{usable_cores()} cores usable by this process")
 
-    @property
+    @functools.cached_property
     def device_module(self) -> CPUDeviceModule:
+        """The host as a device."""
         return self._module
 
     def current_device(self) -> torch.device:
         """``torch.device("cpu")``: a bare index would mean an accelerator to torch."""
+        import torch
+
         return torch.device("cpu")
 
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        """A variable of our own that nothing sets: cores are masked by the operating system, not by a list of ids."""
-        return "VERL_FL_CPU_VISIBLE_DEVICES"
-
-    def ray_resource_name(self) -> str:
-        """``fl_cpu``: slots for worker processes. Ray's own ``CPU`` can't stand in a custom resource request."""
-        return "fl_cpu"
-
-    def _features(self) -> dict[str, tuple[bool, str]]:
-        return super()._features() | {
-            "fp16": (False, "torch's CPU kernels have no loss scaling and most fp16 operators run unvectorised"),
-            "flash_attention_2": (False, "FlashAttention has no CPU kernel; torch's sdpa is used"),
-            "pinned_memory": (False, "host memory is the device memory"),
-            "fsdp1": (False, "FSDP1 synchronises module states on an accelerator only; FSDP2 works"),
-        }
+    def ray_noset_envvars(self) -> list[str]:
+        """None: Ray sets no mask for cores."""
+        return []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -31,44 +33,80 @@ class Detection:
     """Every platform's own answer, in the order they were asked."""
 
 
+_FILES = {
+    "cuda": "CUDAPlatform",
+    "metax": "MetaXPlatform",
+    "npu": "NPUPlatform",
+    "musa": "MUSAPlatform",
+    "rocm": "ROCmPlatform",
+    "xpu": "XPUPlatform",
+    "mlu": "MLUPlatform",
+    "generic": "GenericPlatform",
+    "cpu": "CPUPlatform",
+}
+"""One vendor, one file: its name and its class. The names are also what ``+fl=`` takes."""
+
+_PROBE_LIMIT_S = 20.0
+"""A probe looks at files. Only a third party's can take longer, or one that imports torch on a slow disk."""
+
+_FALLBACKS = ("generic", "cpu")
+"""Taken, in this order, where no vendor's platform is found."""
+
+
 def platform_classes() -> dict[str, type[Platform]]:
     """The platforms that verl-fl itself brings, by name."""
-    from verl_fl.platform.cpu import CPUPlatform
+    return {
+        name: getattr(importlib.import_module(f"verl_fl.platform.{name}"), class_name)
+        for name, class_name in _FILES.items()
+    }
 
-    return {cls.name: cls for cls in (CPUPlatform,)}
 
-
-def requested(argv: Iterable[str] | None = None) -> tuple[str, str] | None:
+def requested(names: Iterable[str] = _FILES, argv: Iterable[str] | None = None) -> tuple[str, str] | None:
     """The platform that was asked for and where: ``VERL_PLATFORM``, else a ``fl=NAME`` argument of this command.
 
     The argument is read here because verl asks for the platform while it is being imported, before Hydra has a config.
+
+    Args:
+        names: what ``fl=`` may name; another value is Hydra's to refuse.
+
+    Raises:
+        ValueError: ``VERL_PLATFORM`` holds several names.
     """
     if name := _env.read(_env.PLATFORM):
-        return name.lower(), f"{_env.PLATFORM}={os.environ[_env.PLATFORM]!r}"
+        source = f"{_env.PLATFORM}={os.environ[_env.PLATFORM]!r}"
+        if len(name.replace(",", " ").split()) > 1:
+            fix = "a process has one platform: set it for each process, on the node where it runs"
+            raise ValueError(explain(f"{_env.PLATFORM} names several platforms", asked=source, fix=fix))
+        return name.lower(), source
     for argument in sys.argv[1:] if argv is None else argv:
         key, _, value = argument.partition("=")
-        if key in ("+fl", "fl", "++fl") and value in platform_classes():
+        if key in ("+fl", "fl", "++fl") and value in names:
             return value, f"argument {argument!r}"
     return None
 
 
-def detect(foreign: dict[str, ProbeFn] | None = None, aliases: dict[str, str] | None = None) -> Detection:
-    """Choose this machine's platform.
+def detect(
+    foreign: dict[str, ProbeFn] | None = None,
+    aliases: dict[str, str] | None = None,
+    classes: dict[str, type[Platform]] | None = None,
+) -> Detection:
+    """Choose this machine's platform. Imports neither torch nor an SDK.
 
     Args:
-        foreign: probes of platforms registered elsewhere (verl's own, other plugins'), by name.
+        foreign: probes of platforms that are not of our contract, by name.
         aliases: further names, mapped to the names above.
+        classes: platforms of our contract; by default those that verl-fl brings.
 
     Raises:
         ValueError: the requested name is unknown, or its platform is not on this machine, or two vendors are.
     """
-    classes = platform_classes()
+    classes = platform_classes() if classes is None else classes
     asked_probes: dict[str, ProbeFn] = {**(foreign or {}), **{name: cls.probe for name, cls in classes.items()}}
     names = {name: name for name in asked_probes} | (aliases or {})
     names |= {alias: cls.name for cls in classes.values() for alias in cls.aliases}
     probes = {name: _run(probe) for name, probe in asked_probes.items()}
 
-    if (request := requested()) is not None:
+    if (request := requested(names)) is not None:
         asked, source = request
         if asked not in names:
             raise ValueError(_unknown(asked, source, names))
@@ -82,20 +120,60 @@ def detect(foreign: dict[str, ProbeFn] | None = None, aliases: dict[str, str] | 
         reason = "the driver was told to use it, and this node has it"
         return Detection(name=driver, reason=reason, explicit=True, probes=probes)
 
-    found = [name for name, probe in probes.items() if probe.found and name != "cpu"]
+    found = [name for name, probe in probes.items() if probe.found and name not in _FALLBACKS]
     if len(found) > 1:
         raise ValueError(_ambiguous(found, probes))
-    if found:
-        return Detection(name=found[0], reason=probes[found[0]].reason, explicit=False, probes=probes)
-    return Detection(name="cpu", reason="no accelerator was found", explicit=False, probes=probes)
+    chosen = (found or [name for name in _FALLBACKS if name in probes and probes[name].found])[0]
+    reason = probes[chosen].reason if chosen != "cpu" else _why_cpu(probes)
+    return Detection(name=chosen, reason=reason, explicit=False, probes=probes)
+
+
+def _why_cpu(probes: dict[str, Probe]) -> str:
+    unusable = [f"{name}: {probe.reason}" for name, probe in probes.items() if probe.unusable]
+    return "no accelerator was found" + (f" that can be used ({'; '.join(unusable)})" if unusable else "")
+
+
+_lock = threading.Lock()
+_current: Platform | None = None
+
+
+def get() -> Platform:
+    """This process's platform without verl, decided once.
+
+    Raises:
+        ValueError: see :func:`detect`.
+    """
+    global _current
+    with _lock:
+        if _current is None:
+            _current = platform_classes()[detect().name]()
+        return _current
+
+
+def reset() -> None:
+    """Forget what :func:`get` decided. For tests."""
+    global _current
+    with _lock:
+        _current = None
 
 
 def _run(probe: ProbeFn) -> Probe:
-    """A broken SDK is a reason, never the end of another vendor's detection."""
-    try:
-        return probe()
-    except Exception as error:  # whatever a vendor's SDK raises
-        return Probe(found=False, reason=f"its probe failed: {type(error).__name__}: {error}")
+    """A broken SDK is a reason, never the end of another vendor's detection, and neither is one that hangs."""
+    answers: list[Probe] = []
+
+    def ask() -> None:
+        try:
+            answers.append(probe())
+        except BaseException as error:  # whatever a vendor's SDK raises, sys.exit included
+            answers.append(Probe(found=False, reason=f"its probe failed: {type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=ask, name="verl_fl-probe", daemon=True)
+    thread.start()
+    thread.join(_PROBE_LIMIT_S)
+    answer = answers[0] if answers else Probe(found=False, reason=f"its probe did not end in {_PROBE_LIMIT_S:g} s")
+    if not isinstance(answer, Probe):
+        return Probe(found=False, reason=f"its probe returned {answer!r:.80}, not a Probe")
+    return answer
 
 
 def _table(probes: dict[str, Probe]) -> str:
@@ -107,8 +185,8 @@ def _unknown(asked: str, source: str, names: dict[str, str]) -> str:
         f"unknown platform {asked!r}",
         asked=source,
         legal=", ".join(sorted(names)),
-        fix="use one of these names, or unset the variable to let verl-fl detect the chip; a new chip registers "
-        "itself with verl's @PlatformRegistry.register(platform=...) in a package with a verl.plugins entry point",
+        fix="use one of these names, or unset the variable to let verl-fl detect the chip; a new chip comes with a "
+        "package that calls verl_fl.register(MyPlatform): see verl_fl/platform/README.md",
     )
 
 

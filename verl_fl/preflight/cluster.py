@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from verl_fl import _verl
+from verl_fl import _env, _verl
 from verl_fl._errors import explain
 from verl_fl._settings import select
 
@@ -95,8 +95,10 @@ def plan_ray(config: Any) -> None:
     need = demand(config)
     _plan_cpus(config, need)
     platform = _verl.current_platform()
-    if _verl.on_our_platform() and "resources" in platform.ray_resource_options(1):  # Ray does not count it by itself
-        _plan_slots(config, need, platform.ray_resource_name())
+    if _verl.on_our_platform() and platform.ray_resource_name() not in ray_knows():
+        _plan_slots(config, need, platform)
+    resources = select(config, "ray_kwargs.ray_init.resources") or {}
+    _remove(config, [f"resources.{name}" for name, amount in resources.items() if amount is None])
 
 
 def is_remote(config: Any) -> bool:
@@ -130,11 +132,27 @@ def _cores() -> int:
     return int(get_num_cpus())
 
 
-def _plan_slots(config: Any, need: Demand, resource: str) -> None:
+def ray_knows() -> set[str]:
+    """Resources that Ray counts and masks by itself."""
+    from ray._private.accelerators import get_all_accelerator_resource_names
+
+    return set(get_all_accelerator_resource_names())
+
+
+def unit_resources(resource: str) -> str:
+    """What Ray must be told to number the units of ``resource``, as it does for the accelerators that it knows."""
+    return ",".join(sorted((ray_knows() - {"GPU"}) | {resource}))
+
+
+def _plan_slots(config: Any, need: Demand, platform: Any) -> None:
+    resource = platform.ray_resource_name()
     key = f"ray_kwargs.ray_init.resources.{resource}"
     given = select(config, key)
+    if platform.device_name != "cpu":
+        os.environ.setdefault(_env.RAY_UNIT_RESOURCES, unit_resources(resource))
+        _check_devices(need, platform)
     if given is None:
-        _set(config, key, need.devices)
+        _set(config, key, need.devices if platform.device_name == "cpu" else platform.device_count())
     elif float(given) < need.devices:
         raise ValueError(
             explain(
@@ -142,6 +160,19 @@ def _plan_slots(config: Any, need: Demand, resource: str) -> None:
                 asked=f"{key}={given}",
                 found=f"the pools of this run hold {need.devices} workers",
                 fix=f"set {key}={need.devices}, or null to let verl-fl count",
+            )
+        )
+
+
+def _check_devices(need: Demand, platform: Any) -> None:
+    count = platform.device_count()
+    if count < need.devices:
+        raise ValueError(
+            explain(
+                f"this machine has too few {platform.name} devices",
+                asked=f"{need.devices} for the pools of this run",
+                found=f"{count}; {platform.visible_devices}={os.environ.get(platform.visible_devices, '(not set)')}",
+                fix="lower trainer.n_gpus_per_node, or connect to a cluster: ray_kwargs.ray_init.address=auto",
             )
         )
 
@@ -181,4 +212,5 @@ def _remove(config: Any, keys: Any) -> None:
         return
     with open_dict(node):
         for key in keys:
-            node.pop(key, None)
+            *path, last = key.split(".")
+            (select(node, path[0]) if path else node).pop(last, None)

@@ -13,8 +13,9 @@ from verl.utils.net_utils import is_valid_ipv6_address
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
-from verl_fl import _env
+from verl_fl import _env, _verl
 from verl_fl._errors import explain
+from verl_fl.platform.base import Platform
 from verl_fl.platform.cpu import usable_cores
 from verl_fl.rollout.native.server import NativeServer
 
@@ -44,7 +45,7 @@ class NativeReplica(RolloutReplica):
 
     async def launch_servers(self) -> None:
         """Start the server on the worker's node and wait until it answers."""
-        node_id, cores, local_world_size = await self.workers[0].__ray_call__.remote(_where)
+        node_id, cores, local_world_size, device = await self.workers[0].__ray_call__.remote(_where)
         neighbours = self.config.n_gpus_per_node if self.rollout_mode is RolloutMode.STANDALONE else local_world_size
         threads = int(_env.read(_env.NUM_THREADS) or max(1, cores // neighbours))
         server = (
@@ -54,7 +55,9 @@ class NativeReplica(RolloutReplica):
                 max_concurrency=self.max_concurrency,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
                 # Weights and keys are streamed from memory at every token: large pages spare most of the look-ups.
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}},
+                runtime_env={
+                    "env_vars": {"OMP_NUM_THREADS": str(threads), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **device}
+                },
             )
             .remote(
                 config=self.config,
@@ -82,9 +85,18 @@ class NativeReplica(RolloutReplica):
         await super().sleep()
 
 
-def _where(worker: Any) -> tuple[str, int, int]:
-    """Run on the worker: ``(node id, usable cores, worker processes of its group on this node)``."""
-    return ray.get_runtime_context().get_node_id(), usable_cores(), int(os.environ.get("RAY_LOCAL_WORLD_SIZE", "1"))
+def _where(worker: Any) -> tuple[str, int, int, dict[str, str]]:
+    """Run on the worker: ``(node id, usable cores, worker processes of its group on this node, its device)``.
+
+    The device is the environment in which a process sees that one and no other.
+    """
+    platform = _verl.current_platform()
+    device = {}
+    if isinstance(platform, Platform) and platform.device_name != "cpu":
+        device = {_env.PLATFORM: platform.name, platform.visible_devices: platform.device_id(platform.current_device())}
+        device |= dict.fromkeys(platform.ray_noset_envvars(), "1")  # or Ray masks an actor that asks for no device
+    local_world_size = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", "1"))
+    return ray.get_runtime_context().get_node_id(), usable_cores(), local_world_size, device
 
 
 def _hf_model_config(model_config: Any) -> HFModelConfig:

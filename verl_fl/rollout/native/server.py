@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
+from verl_fl import _verl
 from verl_fl._errors import explain
 from verl_fl.platform.cpu import keep_freed_memory
 from verl_fl.rollout.native.async_engine import AsyncEngine
@@ -59,6 +60,7 @@ class NativeServer:
             max_num_seqs=config.max_num_seqs,
             max_prefill_tokens=config.max_num_batched_tokens,
             kv_cache_bytes=self.options.get("kv_cache_bytes"),
+            device=_verl.current_platform().current_device(),
         )
         self.engine = AsyncEngine(engine, num_threads=num_threads)
         self.model_name = model_config.path
