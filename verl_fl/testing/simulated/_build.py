@@ -21,7 +21,7 @@ from verl_fl._errors import explain
 
 _NAME = "_verl_fl_simulated"
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
-_FLAGS = ("-std=c++20", "-O1", "-fPIC", f"-DTORCH_EXTENSION_NAME={_NAME}")
+_FLAGS = ("-std=c++20", "-O0", "-fPIC", f"-DTORCH_EXTENSION_NAME={_NAME}")
 
 
 @functools.cache
