@@ -147,6 +147,12 @@ def test_what_counts_as_a_place(tmp_path, source, kinds):
     assert sorted(place.kind for place in audit.scan(tmp_path)) == kinds
 
 
+def test_parts_of_an_f_string_have_the_line_of_the_whole(tmp_path):
+    """Python 3.11 and 3.12 see them at different lines, and the key holds the line's text."""
+    (tmp_path / "f.py").write_text('x = f"""one\n{y} cuda {torch.cuda.z}\n"""\n')
+    assert {(place.text, place.line) for place in audit.scan(tmp_path)} == {('x = f"""one', 1)}
+
+
 def test_a_judgement_without_a_reason_is_refused(tmp_path):
     path = tmp_path / "verdicts.json"
     path.write_text(json.dumps([{"file": "a.py", "verdict": "fine", "why": "", "places": []}]))

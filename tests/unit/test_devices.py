@@ -334,6 +334,7 @@ def test_a_device_that_can_not_say_its_memory_does_not_end_the_run(chip):
     assert _get_current_mem_info() == ("0.00",) * 4
     for name, answer in (("memory_allocated", 1 << 30), ("memory_reserved", 2 << 30)):
         setattr(platform.device_module, name, lambda answer=answer: answer)
+    assert _get_current_mem_info() == ("0.00",) * 4  # two of the three are not enough
     platform.device_module.mem_get_info = lambda: (1 << 30, 4 << 30)
     assert _get_current_mem_info(precision=1) == ("1.0", "2.0", "3.0", "4.0")
 

@@ -251,6 +251,7 @@ class Platform:
                     f"device {reported_id} was assigned to this process, and its mask hides it",
                     asked=f"device {reported_id} of resource {self.ray_resource}",
                     found=f"{self.visible_devices}={','.join(ids)}",
+                    legal=f"one of {', '.join(ids) or 'no ids at all'}",
                     fix=f"start Ray on this node without {self.visible_devices}, or with all its devices in it",
                 )
             )

@@ -22,7 +22,7 @@ class NPUPlatform(Platform):
     pci_vendor = "0x19e5"
     device_nodes = "/dev/davinci[0-9]*"
     features = {
-        "flash_attention_2": (False, "FlashAttention has no Ascend kernel; transformers maps it to torch_npu's own"),
+        "flash_attention_2": (True, "transformers routes flash_attention_2 to torch_npu's own kernel"),
     }
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
