@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
+from verl_fl._errors import explain
 from verl_fl._version import __version__
 
 
@@ -68,19 +69,43 @@ class Report:
         return not self.problems
 
 
-def run(*, as_json: bool) -> int:
-    """Print the report; return 0 where it is healthy, else 1."""
+_AT_ONCE = ("machine", "platform")
+"""Fields that need neither torch nor verl. Platforms of other packages register with verl, so only ours are asked."""
+
+
+def run(*, as_json: bool, only: str | None = None) -> int:
+    """Print the report, or one field of it; return 0 where it is healthy, else 1.
+
+    Raises:
+        UsageError: there is no such field, or it can't be had alone.
+    """
+    if only is not None and only not in _AT_ONCE:
+        from verl_fl.cli._exit import UsageError
+
+        raise UsageError(
+            explain("no such field", asked=f"--only {only}", legal=", ".join(_AT_ONCE), fix="leave --only out for all")
+        )
     # What verl and its parts print and warn of while they are imported is not part of the report.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = examine()
+        report = examine() if only is None else _alone(only)
     if as_json:
-        print(json.dumps(asdict(report) | {"healthy": report.healthy}, indent=2))
+        fields = asdict(report) if only is None else {only: asdict(report)[only], "problems": report.problems}
+        print(json.dumps(fields | {"healthy": report.healthy}, indent=2))
     else:
         from verl_fl.cli.doctor_view import show
 
         show(report)
     return 0 if report.healthy else 1
+
+
+def _alone(field: str) -> Report:
+    report = Report()
+    if field == "machine":
+        _attempt(report, "the machine's resources", lambda: report.machine.update(_machine()))
+    else:
+        _attempt(report, "the platform", lambda: report.platform.update(_platform(has_verl=False)))
+    return report
 
 
 def examine() -> Report:

@@ -16,7 +16,7 @@ _GIB = 1024**3
 def show(report: Report, console: Console | None = None) -> None:
     """Print it; the verdict comes last."""
     console = console or Console()
-    tables = [_packages(report)]
+    tables = [_packages(report)] if report.packages else []
     if any(plugin["error"] for plugin in report.plugins) or len(report.plugins) > 1:
         rows = {plugin["name"]: plugin["error"] or f"loaded: {plugin['module']}" for plugin in report.plugins}
         tables.append(_pairs("plugins of verl", rows))
@@ -34,7 +34,8 @@ def show(report: Report, console: Console | None = None) -> None:
         )
     if report.patches:
         tables.append(_patches(report))
-    tables.append(_pairs("machine", _machine(report.machine)))
+    if report.machine:
+        tables.append(_pairs("machine", _machine(report.machine)))
     if report.missing:
         rows = {entry["package"]: f"needed only for {entry['for']}\n{entry['do']}" for entry in report.missing}
         tables.append(_pairs("not here", rows))

@@ -116,6 +116,12 @@ def doctor(
     audit: Annotated[
         bool, typer.Option("--audit", help="List instead each vendor-specific place in the installed verl.")
     ] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="machine|platform", help="This field alone, at once: neither torch nor verl nor a plugin is loaded."
+        ),
+    ] = None,
 ) -> None:
     """Say what is installed, which chip this is and why, what verl-fl changes in verl, and what is missing.
 
@@ -128,7 +134,18 @@ def doctor(
         raise typer.Exit(audit_view.run(as_json=as_json))
     from verl_fl.cli import doctor as command
 
-    raise typer.Exit(command.run(as_json=as_json))
+    raise typer.Exit(command.run(as_json=as_json, only=only))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    short_help="Ask a platform all that a training relies on; report what holds, what does not and why.",
+)
+def conformance(context: typer.Context) -> None:
+    """Hand everything to the kit's own command, which needs nothing but torch."""
+    from verl_fl.testing.conformance.__main__ import main as command
+
+    raise typer.Exit(command(context.args))
 
 
 def main() -> None:

@@ -20,12 +20,16 @@ _DISPLAY, _ACCELERATOR = "0x03", "0x12"
 
 def package(name: str) -> bool:
     """Whether the package is installed. A package that is loaded counts, whatever its metadata look like."""
-    if name in sys.modules:
-        return True
+    return name in sys.modules or package_file(name) is not None
+
+
+def package_file(name: str) -> str | None:
+    """The file that importing the package would run, or None. Nothing of it is run; its parents are."""
     try:
-        return importlib.util.find_spec(name) is not None
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a parent that is absent, or a stand-in without a spec
-        return False
+        return None
+    return None if spec is None else spec.origin or ""
 
 
 def device_nodes(pattern: str) -> list[str]:
@@ -58,10 +62,8 @@ def torch_build() -> dict[str, str]:
     """
     build = dict.fromkeys(("version", "cuda", "hip", "xpu"), "")
     try:
-        spec = importlib.util.find_spec("torch")
-        assert spec is not None and spec.origin is not None
-        tree = ast.parse(Path(spec.origin).with_name("version.py").read_text())
-    except (AssertionError, ImportError, OSError, SyntaxError, ValueError):
+        tree = ast.parse(Path(package_file("torch") or "/").with_name("version.py").read_text())
+    except (OSError, SyntaxError, ValueError):
         return build
     for node in tree.body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant) and node.value.value:

@@ -121,9 +121,8 @@ def _places() -> list[Path]:
     given = _env.read(_env.FLAGCX_PATH)
     roots = [Path(given)] if given else []
     places = [folder for root in roots for folder in (root, root / "lib", root / "build" / "lib")]
-    spec = importlib.util.find_spec("flagcx") if evidence.package("flagcx") else None
-    if spec is not None and spec.origin:
-        places += [Path(spec.origin).parent, Path(spec.origin).parent / "lib"]
+    if file := evidence.package_file("flagcx"):
+        places += [Path(file).parent, Path(file).parent / "lib"]
     return places + [evidence.ROOT / "usr/local/lib"]
 
 

@@ -188,6 +188,13 @@ class DeviceModule(types.ModuleType):
         """Raise, or not, where work of one stream is not ordered after the work of another that it depends on."""
         self._c.set_strict(strict)
 
+    def set_fault(self, fault: str = "") -> None:
+        """Break the chip, for tests of tests: an operator by its name (``aten::argmax``) adds one to its results;
+        ``copies`` changes int16, ``all_reduce`` its sum, ``memory`` the kind of error, ``bf16`` takes the dtype away.
+        """
+        self._c.set_bf16(self._chip.bf16 and fault != "bf16")
+        self._c.set_fault(fault)
+
     def set_copy_engine(self, *, bytes_per_s: float, lag_s: float = 0.0) -> None:
         """Give both copy engines of every device this speed (0: unlimited), and side streams this lag."""
         self._c.set_copy_engine(bytes_per_s, lag_s)

@@ -47,6 +47,7 @@ struct DeviceAllocator final : c10::Allocator {
     std::lock_guard<std::mutex> held(lock);
     Memory& use = usage[current];
     const int64_t limit = options().memory_bytes;
+    TORCH_CHECK(options().fault != "memory" || use.allocated + static_cast<int64_t>(size) <= limit, "no memory");
     TORCH_CHECK_WITH(
         OutOfMemoryError,
         use.allocated + static_cast<int64_t>(size) <= limit,

@@ -31,6 +31,7 @@ class Collectives final : public Backend {
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& how) override {
     auto own = host(tensors, true);
+    if (sim::options().fault == "all_reduce") own[0].add_(1);
     return inner_->allreduce(own, how);
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& how) override {
@@ -133,10 +134,12 @@ class Collectives final : public Backend {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace sim;
   module.def("configure", [](std::string name, int count, int64_t memory, bool bf16, double speed, double lag, bool strict) {
-    options() = {std::move(name), count, memory, bf16, speed, lag, strict};
+    options() = {std::move(name), count, memory, bf16, speed, lag, "", strict};
   });
   module.def("default_generator", [](int device) { return generator(check_device(device)); });
   module.def("set_strict", [](bool strict) { options().strict = strict; });
+  module.def("set_fault", [](std::string fault) { options().fault = std::move(fault); });
+  module.def("set_bf16", [](bool bf16) { options().bf16 = bf16; });
   module.def("set_copy_engine", [](double speed, double lag) {
     options().copy_bytes_per_s = speed;
     options().lag_s = lag;

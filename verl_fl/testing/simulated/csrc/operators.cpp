@@ -89,6 +89,7 @@ at::Tensor& set_storage_whole(at::Tensor& self, at::Storage source) {
 void raw_copy(const at::Tensor& target, const at::Tensor& source) {
   at::AutoDispatchBelowADInplaceOrView guard;
   host_view(target).copy_(host_view(source));
+  if (options().fault == "copies" && target.scalar_type() == at::kShort) host_view(target).add_(1);
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
@@ -196,6 +197,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::DeviceGuard guard(c10::Device(kType, static_cast<c10::DeviceIndex>(device)));
   const Inside scope;
   at::native::cpu_fallback(op, stack);
+  if (op.schema().name() == options().fault)
+    for (const c10::IValue& result : torch::jit::last(*stack, op.schema().returns().size()))
+      if (result.isTensor() && on_device(result.toTensor())) host_view(result.toTensor()).add_(1);
 }
 
 }  // namespace

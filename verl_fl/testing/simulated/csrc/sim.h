@@ -20,6 +20,7 @@ struct Options {
   bool bf16 = true;           // whether bfloat16 tensors can exist
   double copy_bytes_per_s = 0;  // of each copy engine (one a direction and device); 0: as fast as memcpy
   double lag_s = 0.002;       // what work on a side stream waits before it starts
+  std::string fault;          // what is broken, for tests of tests: an operator's name, "copies", "all_reduce", "memory"
   bool strict = true;         // raise where a stream or the host uses what another stream may still be writing
 };
 Options& options();
