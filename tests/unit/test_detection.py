@@ -91,6 +91,65 @@ def test_the_drivers_vendor_is_not_forced_on_a_node_of_another(monkeypatch):
     assert manager.detect({"vendorx": no, "vendory": yes()}).name == "vendory"
 
 
+@pytest.mark.parametrize("text", ["cuda,npu", "cuda npu", "cpu, cpu"])
+def test_two_names_are_refused(monkeypatch, text):
+    monkeypatch.setenv("VERL_PLATFORM", text)
+    with pytest.raises(ValueError, match="VERL_PLATFORM names several platforms") as error:
+        manager.detect()
+    assert f"asked: VERL_PLATFORM={text!r}" in str(error.value)
+
+
+def test_a_probe_that_hangs_exits_or_answers_nonsense_stops_nobody(monkeypatch):
+    import sys
+    import threading
+
+    release = threading.Event()
+    monkeypatch.setattr(manager, "_PROBE_LIMIT_S", 0.2)
+    probes = {"hangs": release.wait, "exits": lambda: sys.exit(2), "lies": lambda: True, "vendorx": yes()}
+    found = manager.detect(probes)
+    release.set()
+    assert found.name == "vendorx"
+    assert found.probes["hangs"].reason == "its probe did not end in 0.2 s"
+    assert "SystemExit" in found.probes["exits"].reason and "not a Probe" in found.probes["lies"].reason
+
+
+def test_hardware_that_can_not_be_used_is_said_when_the_cpu_is_taken():
+    def unusable():
+        return Probe(found=False, reason="a card is here, but package torch_x is not installed", unusable=True)
+
+    found = manager.detect({"vendorx": unusable, "vendory": no})
+    assert found.name == "cpu" and "vendorx: a card is here, but package torch_x" in found.reason
+
+
+def test_the_generic_platform_yields_to_a_vendors_and_wins_over_cpu(monkeypatch):
+    classes = dict(manager.platform_classes())
+    monkeypatch.setattr(classes["generic"], "probe", staticmethod(yes("torch reports hpu")))
+    assert manager.detect({"vendorx": no}, classes=classes).name == "generic"
+    assert manager.detect({"vendorx": yes()}, classes=classes).name == "vendorx"
+
+
+def test_a_process_decides_once_and_tests_can_reset_it(monkeypatch):
+    manager.reset()
+    first = manager.get()
+    monkeypatch.setenv("VERL_PLATFORM", "nonsense")
+    assert manager.get() is first and first.name == "cpu"
+    manager.reset()
+    with pytest.raises(ValueError, match="unknown platform 'nonsense'"):
+        manager.get()
+    monkeypatch.delenv("VERL_PLATFORM")
+    assert manager.get() is not first
+    manager.reset()
+
+
+def test_set_platform_is_what_get_platform_returns(fresh_platform):
+    from verl_fl.platform.bridge import to_verl
+    from verl_fl.platform.cuda import CUDAPlatform
+
+    other = to_verl(CUDAPlatform, fresh_platform.PlatformBase)()
+    fresh_platform.set_platform(other)
+    assert fresh_platform.get_platform() is other
+
+
 def test_verls_lookup_gives_the_cpu_platform(monkeypatch, fresh_platform):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     platform = fresh_platform.get_platform()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -17,6 +18,8 @@ from typing import Any, ClassVar
 
 from verl_fl._errors import explain
 from verl_fl.platform import evidence, flagcx, masks
+
+logger = logging.getLogger("verl_fl.platform")
 
 FEATURES = ("bf16", "flash_attention_2", "fp16", "fsdp1", "ipc", "pinned_memory", "streams")
 """What :meth:`Platform.supports` answers for."""
@@ -150,8 +153,13 @@ class Platform:
     # --- device -------------------------------------------------------------------------------------------------
 
     def is_available(self) -> bool:
-        """Whether this process can use at least one device now."""
-        return bool(self.device_module.is_available())
+        """Whether this process can use at least one device now; an SDK that does not load is a warning and a no."""
+        try:
+            module = self.device_module
+        except RuntimeError as error:
+            logger.warning("platform: %s", error)
+            return False
+        return bool(module.is_available())
 
     def current_device(self) -> Any:
         """The selected device as ``Tensor.to`` accepts it: an index, or a ``torch.device`` where there are none."""

@@ -24,7 +24,9 @@ def to_verl(platform_cls: type[Platform], verl_base: type, stock: type | None = 
         for name in _STOCK_KNOWS
         if stock is not None and getattr(platform_cls, name) is getattr(Platform, name)
     }
-    bridged = type(f"{platform_cls.__name__}ForVerl", (platform_cls, parent), members)
+    bridged = type(
+        f"{platform_cls.__name__}ForVerl", (platform_cls, parent), {"__module__": platform_cls.__module__, **members}
+    )
     missing = sorted(getattr(bridged, "__abstractmethods__", ()))
     if missing:
         raise TypeError(
