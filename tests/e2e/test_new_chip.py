@@ -34,6 +34,17 @@ def test_it_is_detected_by_its_package_and_doctor_says_so(package):
     assert any("newchip/example" in row for row in report["registered"]["engines"])
 
 
+def test_its_own_test_suite_passes_with_nothing_changed_here(package):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
+        cwd=EXAMPLE,
+        env=package,
+        capture_output=True,
+        text=True,
+    )
+    assert "27 passed" in done.stdout, done.stdout[-3000:]
+
+
 def test_a_vendors_package_that_raises_is_reported_and_stops_nobody(package, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(package["PYTHONPATH"], broken)

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "verl_fl/platform/README.md", "examples/new_chip/README.md")
+    ),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def test_the_ledger_page_is_the_ledger():
@@ -16,7 +22,7 @@ def test_the_ledger_page_is_the_ledger():
     assert (ROOT / "docs" / "patches.md").read_text() == markdown()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_path_in_a_page_exists(page):
     named = set(
         re.findall(r"`((?:verl_fl|tests|benchmarks|docs|examples|scripts|hydra_plugins)/[\w./-]*)`", page.read_text())
@@ -46,6 +52,20 @@ def test_every_option_in_the_cpu_page_exists_with_the_default_it_gives():
         value = OmegaConf.select(config, key)
         assert value is not None, key
         assert str(value).lower() == default.strip(" `").lower(), key
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "verl_fl/config/fl").glob("*.yaml")))
+def test_every_group_is_of_a_platform_and_names_its_device(name):
+    from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    from verl_fl.platform.manager import platform_classes
+
+    GlobalHydra.instance().clear()
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[f"+fl={name}"])
+    assert config.fl.platform == name
+    assert config.trainer.device == platform_classes()[name].device_name
 
 
 def test_the_users_own_override_wins_over_the_group():

@@ -113,7 +113,10 @@ print("ANSWER", json.dumps([said, engines]))
 def test_a_package_registers_its_chip_or_is_told_why_not(ask):
     said, engines = ask("unused", "unused", "UNUSED", None, code=REGISTER)
     taken, _, half, _, other, _, word, before, mine, after, again, still = said
-    assert taken.startswith("ValueError: platform name 'cuda' is taken") and "verl_fl.platform.cuda.CUDAPlatformForVerl has it" in taken
+    assert (
+        taken.startswith("ValueError: platform name 'cuda' is taken")
+        and "verl_fl.platform.cuda.CUDAPlatformForVerl has it" in taken
+    )
     assert half.startswith("TypeError: platform Half is not complete") and "missing: collective" in half
     assert other.startswith("TypeError: not a platform") and word.startswith("TypeError: not a platform")
     assert (before, mine, after, again, still) == ("cpu", "registered", "mine", "registered", "mine")
