@@ -1,4 +1,4 @@
-"""Two processes, each with a device of its own, in one process group."""
+"""Processes with a device each, in one process group: two, or one where there is no second device."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ import time
 from datetime import timedelta
 
 from verl_fl.platform.base import Platform
-from verl_fl.testing.conformance._check import Failed, Skip
+from verl_fl.testing.conformance._check import Failed
 from verl_fl.testing.conformance._fresh import origin
 
 _LIMIT_S = 90.0
 
 
+def world_size(platform: Platform) -> int:
+    """Two where there are devices for it: on the host both ranks share the one there is."""
+    return 2 if platform.device_name == "cpu" else min(2, platform.device_count())
+
+
 def run(platform: Platform, body: str, argument: str = "") -> None:
-    """Run ``two_<body>`` of ``training.py`` on both ranks.
+    """Run ``rank_<body>`` of ``training.py`` on every rank.
 
     Raises:
         Failed: a rank raised, ended or hung; with what it said last.
-        Skip: there is only one device.
     """
-    if platform.device_name != "cpu" and platform.device_count() < 2:
-        raise Skip("this machine shows one device, and two processes need one each")
+    size = world_size(platform)
     target = f"{origin(type(platform))}:{type(platform).__qualname__}"
     with (
         tempfile.TemporaryDirectory() as folder,
         open(f"{folder}/0.log", "w+") as first,
         open(f"{folder}/1.log", "w+") as second,
     ):
-        logs = [first, second]
+        logs = [first, second][:size]
         command = [sys.executable, "-m", "verl_fl.testing.conformance._pair", target, body, f"{folder}/store"]
         ranks = [
-            subprocess.Popen([*command, str(rank), argument], stdout=logs[rank], stderr=subprocess.STDOUT)
-            for rank in range(2)
+            subprocess.Popen([*command, str(rank), argument], stdout=log, stderr=subprocess.STDOUT)
+            for rank, log in enumerate(logs)
         ]
         try:
             _wait(ranks, logs, body)
@@ -49,7 +52,7 @@ def _wait(ranks: list[subprocess.Popen], logs: list, body: str) -> None:
     deadline = time.monotonic() + _LIMIT_S
     while any(process.poll() is None for process in ranks):
         if time.monotonic() > deadline:
-            raise Failed(f"{body} on two devices did not end in {_LIMIT_S:g} s")
+            raise Failed(f"{body} did not end in {_LIMIT_S:g} s")
         if any(process.poll() for process in ranks):
             break
         time.sleep(0.05)
@@ -78,9 +81,13 @@ def main(target: str, body: str, store: str, rank: str, argument: str) -> None:
     backend = f"cpu:{own}" if platform.device_name == "cpu" else f"cpu:gloo,{platform.device_name}:{own}"
     where = f"file://{os.path.abspath(store)}"
     dist.init_process_group(
-        backend, init_method=where, rank=int(rank), world_size=2, timeout=timedelta(seconds=_LIMIT_S / 2)
+        backend,
+        init_method=where,
+        rank=int(rank),
+        world_size=world_size(platform),
+        timeout=timedelta(seconds=_LIMIT_S / 2),
     )
-    getattr(training, f"two_{body}")(platform, int(rank), argument)
+    getattr(training, f"rank_{body}")(platform, int(rank), argument)
     dist.destroy_process_group()
 
 

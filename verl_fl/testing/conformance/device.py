@@ -221,7 +221,7 @@ def synchronize(platform: Platform) -> None:
 def dtypes(platform: Platform) -> None:
     device = platform.current_device()
     left, right = (torch.randn(32, 48, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
-    for feature, dtype, tolerance in (("bf16", torch.bfloat16, 0.15), ("fp16", torch.float16, 0.03)):
+    for feature, dtype, tolerance in (("bf16", torch.bfloat16, 0.5), ("fp16", torch.float16, 0.1)):
         if not platform.supports(feature)[0]:
             continue
         try:
@@ -231,7 +231,7 @@ def dtypes(platform: Platform) -> None:
                 f"supports({feature!r}) is True, and a product raises {type(error).__name__}: {error}"
             ) from error
         worst = (product - left @ right.T).abs().max().item()
-        expect(worst < tolerance * 10, f"a {feature} product is far from the fp32 one", found=f"off by {worst:.3f}")
+        expect(worst < tolerance, f"a {feature} product is far from the fp32 one", found=f"off by {worst:.3f}")
 
 
 @check("a checkpoint could not be read back, on this machine or on one without the chip", group="checkpoints")

@@ -23,10 +23,12 @@ def backend_string(platform: Platform) -> None:
 
 @check("gradients of two workers would be averaged wrongly, or never", group="collectives", processes=2)
 def collectives(platform: Platform) -> None:
+    if _pair.world_size(platform) < 2:
+        raise Skip("this machine shows one device, and two processes need one each")
     _pair.run(platform, "collectives")
 
 
-def two_collectives(platform: Platform, rank: int, _: str) -> None:
+def rank_collectives(platform: Platform, rank: int, _: str) -> None:
     """The body of :func:`collectives`, on one of two ranks."""
     import torch.distributed as dist
 
@@ -80,15 +82,15 @@ def fsdp2_step(platform: Platform) -> None:
         expect(off < 2e-4, f"after three steps {name} differs from the host's", found=f"by up to {off:.2g}")
 
 
-def two_fsdp2(platform: Platform, rank: int, folder: str) -> None:
-    """The body of :func:`fsdp2_step`, on one of two ranks."""
+def rank_fsdp2(platform: Platform, rank: int, folder: str) -> None:
+    """The body of :func:`fsdp2_step`, on each rank."""
     losses, weights = _train(platform.device_name, rank=rank)
     if rank == 0:
         torch.save((losses, weights), os.path.join(folder, "result.pt"))
 
 
 def _train(device: str, *, rank: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Three steps of a small transformer; sharded over two ranks, each with its half of the batch, unless None."""
+    """Three steps of a small transformer; sharded over the group, each rank with a share of the batch, unless None."""
     torch.manual_seed(11)
     model: torch.nn.Module = torch.nn.Sequential(
         torch.nn.Embedding(50, 16),
@@ -101,14 +103,15 @@ def _train(device: str, *, rank: int | None) -> tuple[list[float], dict[str, tor
         from torch.distributed.fsdp import fully_shard
 
         model.to(device)
-        mesh = init_device_mesh(device, (2,))
+        size = torch.distributed.get_world_size()
+        mesh = init_device_mesh(device, (size,))
         for layer in model:  # type: ignore[attr-defined]  # a Sequential
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)  # eps: noise is no direction
     losses = []
     for batch in tokens:
-        own = batch if rank is None else batch.chunk(2)[rank]
+        own = batch if rank is None else batch.chunk(size)[rank]
         inputs = own.to(device)
         loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), inputs.flatten())
         loss.backward()
@@ -126,7 +129,7 @@ def _mean(loss: torch.Tensor, rank: int | None) -> float:
 
     host = loss.cpu()
     dist.all_reduce(host)
-    return host.item() / 2
+    return host.item() / dist.get_world_size()
 
 
 @check(
