@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from verl_fl.rollout.native.engine import NativeEngine, RequestOutput
+from verl_fl.rollout.native.engine import NativeEngine
+from verl_fl.rollout.native.request import RequestOutput
 from verl_fl.rollout.native.sampling import SamplingParams
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from verl_fl.rollout.native.async_engine import AsyncEngine
-from verl_fl.rollout.native.engine import RequestOutput
+from verl_fl.rollout.native.request import RequestOutput
 from verl_fl.rollout.native.sampling import SamplingParams
 
 _DEFAULT_MAX_TOKENS = 256

@@ -19,8 +19,9 @@ from verl_fl import _verl
 from verl_fl._errors import explain
 from verl_fl.platform.cpu import keep_freed_memory
 from verl_fl.rollout.native.async_engine import AsyncEngine
-from verl_fl.rollout.native.engine import NativeEngine, RequestOutput
+from verl_fl.rollout.native.engine import NativeEngine
 from verl_fl.rollout.native.openai_app import make_app
+from verl_fl.rollout.native.request import RequestOutput
 from verl_fl.rollout.native.sampling import SamplingParams
 
 logger = logging.getLogger("verl_fl.rollout")
