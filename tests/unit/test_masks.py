@@ -82,8 +82,10 @@ CUDA, MUSA = "CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES"
         ({MUSA: "1"}, '[["1"], {"MUSA_VISIBLE_DEVICES": "1"}]', False),
         ({CUDA: "0", MUSA: "1"}, '[["1"], {"MUSA_VISIBLE_DEVICES": "1"}]', True),
         ({}, "[null, {}]", False),
+        ({CUDA: ""}, "[null, {}]", False),
+        ({MUSA: ""}, '[[], {"MUSA_VISIBLE_DEVICES": ""}]', False),
     ],
-    ids=["CUDA", "MUSA", "both", "none"],
+    ids=["CUDA", "MUSA", "both", "none", "Ray's empty CUDA", "MUSA hides all"],
 )
 def test_on_musa_only_musas_mask_remains_and_the_explicit_one_wins(tmp_path, given, expected, warns):
     done = adopted(tmp_path, "musa", "MUSAPlatform", **given)

@@ -63,11 +63,15 @@ def adopt(
     """Leave only the mask ``own`` of ``own`` and ``aliases``; return what ``environ`` held of them, None: nothing.
 
     A launcher or Ray may have set another vendor's variable for this process. It moves into ``own`` where that is
-    unset; where both are set, ``own`` was meant.
+    unset; where both are set, ``own`` was meant. An empty one says nothing of this vendor: older versions of Ray set
+    it for every actor that asks for no GPU.
 
     Raises:
         RuntimeError: the SDK has read its mask already, so that moving one into it would come too late.
     """
+    for name in aliases:
+        if not environ.get(name, "").strip():
+            environ.pop(name, None)
     given = {name: environ[name] for name in (own, *aliases) if name in environ}
     others = [name for name in given if name != own]
     if others and own not in given:
