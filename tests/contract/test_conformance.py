@@ -153,6 +153,13 @@ def test_a_module_that_can_not_be_imported_is_said(tmp_path, code, message):
     assert time.monotonic() - start < 15
 
 
+def test_a_platform_without_a_device_is_said_and_nothing_is_asked(monkeypatch):
+    monkeypatch.setenv("SIMX_VISIBLE_DEVICES", "")
+    with pytest.raises(runner.Unusable, match="platform simx has no device that this process can use") as error:
+        runner.run(SIMX)
+    assert "SIMX_VISIBLE_DEVICES=" in str(error.value)
+
+
 @pytest.mark.parametrize("target", ["no_such_module:X", "verl_fl.platform.cpu", ":X", "gone.py:X"])
 def test_a_target_that_does_not_exist_is_said(target):
     with pytest.raises(runner.Unusable, match=r"asked: "):

@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from verl_fl._errors import explain
 from verl_fl.testing._target import load
 from verl_fl.testing.conformance import CHECKS
 from verl_fl.testing.conformance.runner import answer
@@ -32,12 +33,23 @@ def main(fd: int, target: str, names: list[str]) -> None:
 
 
 def describe(platform: Any) -> dict[str, Any]:
-    """What the report says of the chip. Touches the device, so that one that can't be used is said at once."""
+    """What the report says of the chip.
+
+    Raises:
+        RuntimeError: this process can use none of its devices, so that there is nothing to ask.
+    """
     import torch
 
-    module = platform.device_module
-    name = getattr(module, "get_device_name", lambda: platform.device_name)
-    chip = str(name()) if platform.device_count() else "no device"
+    module, mask = platform.device_module, platform.visible_devices_envvar()
+    if not platform.is_available() or platform.device_count() == 0:
+        raise RuntimeError(
+            explain(
+                f"platform {platform.name} has no device that this process can use",
+                found=f"{platform.probe().reason}; {mask}={os.environ.get(mask, '(not set)')}",
+                fix=f"run the kit on a machine with a {platform.vendor_name} chip, and let {mask} show it",
+            )
+        )
+    chip = str(getattr(module, "get_device_name", lambda: platform.device_name)())
     about = {"name": platform.name, "vendor": platform.vendor_name, "device": platform.device_name, "chip": chip}
     simulated = type(module).__module__.startswith("verl_fl.testing.simulated")
     about["devices"] = str(platform.device_count())

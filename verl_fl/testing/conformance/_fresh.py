@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,9 +40,18 @@ def ask(platform: Platform, code: str, *, mask: str | None) -> Any:
         except subprocess.TimeoutExpired:
             raise Failed(f"a fresh process with mask {mask!r} did not answer in {_LIMIT_S:g} s") from None
         if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["(it said nothing)"])[-1]
-            raise Failed(f"a fresh process with mask {mask!r} ended with status {done.returncode}: {last}")
+            raise Failed(
+                f"a fresh process with mask {mask!r} ended with status {done.returncode}: {_said(done.stderr)}"
+            )
         return json.loads(Path(file.name).read_text())
+
+
+def _said(stderr: str) -> str:
+    """The error that a traceback ends with, all its lines."""
+    start = max(
+        (match.start() for match in re.finditer(r"^[\w.]*(Error|Exception|Exit)\b", stderr, re.M)), default=None
+    )
+    return stderr[start:].strip() if start is not None else (stderr.strip().splitlines() or ["(it said nothing)"])[-1]
 
 
 def origin(cls: type) -> str:
