@@ -13,13 +13,15 @@ from verl_fl._errors import explain
 logger = logging.getLogger("verl_fl.checkpoint")
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_NO_DATA = "no data.pt, which is written last"
 _SHARD = re.compile(r"(?P<kind>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 
 
 def newest_complete(root: Path, directory_format: str = "global_step_{}") -> Path | None:
     """The newest whole checkpoint below ``root``, whatever the tracker file says; None if there is no folder at all.
 
-    Everything that is skipped, and every disagreement with the tracker, is a warning.
+    Everything that is skipped, and every disagreement with the tracker, is a warning. Where none is whole, the newest
+    that lacks nothing but the place in the data is taken.
 
     Raises:
         RuntimeError: there are checkpoints, and none is whole.
@@ -39,6 +41,16 @@ def newest_complete(root: Path, directory_format: str = "global_step_{}") -> Pat
             return steps[step]
         problems[steps[step]] = problem
         logger.warning("checkpoint: %s is half-written (%s), skipped", steps[step], problem)
+    # Stock verl, told to keep one, removes the last whole checkpoint before the next one has its data.pt.
+    roles = {role for role in ("actor", "critic") for folder in steps.values() if (folder / role).is_dir()}
+    almost = [
+        path
+        for path, problem in problems.items()
+        if problem == _NO_DATA and all((path / role).is_dir() for role in roles)
+    ]
+    if almost:
+        logger.warning("checkpoint: resuming from %s all the same: its model is whole, the data begins anew", almost[0])
+        return almost[0]
     if problems:
         raise RuntimeError(_none_whole(root, problems))
     return None
@@ -78,7 +90,7 @@ def why_incomplete(folder: Path, *, finished: bool) -> str | None:
     data = folder / "data.pt"
     if data.exists():
         return None if zipfile.is_zipfile(data) else "data.pt is truncated"
-    return None if finished else "no data.pt, which is written last"
+    return None if finished else _NO_DATA
 
 
 def _role_problem(folder: Path, *, finished: bool) -> str | None:

@@ -104,6 +104,23 @@ def test_killed_before_data_pt_is_half_written_and_killed_after_it_is_whole(tmp_
     assert find(tmp_path) == "global_step_2"
 
 
+@pytest.mark.parametrize("roles", [("actor",), ("actor", "critic")])
+def test_where_only_the_place_in_the_data_is_missing_the_model_is_not_thrown_away(tmp_path, caplog, roles):
+    """What verl leaves that keeps one checkpoint and is killed right after it has written the next one's model."""
+    (tmp_path / "global_step_3").mkdir()
+    track(tmp_path, 3)
+    make_step(tmp_path, 4, roles=roles, data=False)
+    assert find(tmp_path) == "global_step_4"
+    assert "the data begins anew" in caplog.text
+
+
+def test_an_actor_without_its_critic_is_not_taken(tmp_path):
+    (tmp_path / "global_step_3" / "critic").mkdir(parents=True)
+    make_step(tmp_path, 4, data=False)
+    with pytest.raises(RuntimeError, match="none is whole"):
+        find(tmp_path)
+
+
 def test_a_finished_save_may_have_its_other_ranks_on_another_node(tmp_path):
     folder = make_step(tmp_path, 2)
     for kind in KINDS:

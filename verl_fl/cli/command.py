@@ -47,8 +47,9 @@ def overrides(
         "trainer.experiment_name": out.name,
         "trainer.default_local_dir": out / "checkpoints",
         "trainer.save_freq": options.save_every or -1,
-        "trainer.max_actor_ckpt_to_keep": 1,
-        "trainer.max_critic_ckpt_to_keep": 1,
+        # Two: with one, verl removes the last whole checkpoint before the next one is.
+        "trainer.max_actor_ckpt_to_keep": 2,
+        "trainer.max_critic_ckpt_to_keep": 2,
         "trainer.resume_mode": "auto" if resume else "disable",
         # The last step validates too; -1 is never.
         "trainer.test_freq": options.steps if options.val else -1,
