@@ -59,11 +59,23 @@ NPU = ("torch_npu", "npu", "ASCEND_RT_VISIBLE_DEVICES")
 MUSA = ("torch_musa", "musa", "MUSA_VISIBLE_DEVICES")
 
 
+COUNT = """
+import json
+from verl_fl.platform import get
+print("ANSWER", json.dumps([get().name, get().device_count()]))
+"""
+
+
+@pytest.mark.parametrize("package", [NPU, MUSA], ids=["npu", "musa"])
 @pytest.mark.parametrize(("mask", "count"), [(None, 2), ("0", 1), ("", 0)])
-def test_a_mask_changes_the_count_and_never_the_vendor(ask, mask, count):
-    name, found, cuda, npu, device, backend, resource = ask(*NPU, mask)
-    assert (name, found, device, resource) == ("npu", count, "npu", "NPU")
-    assert (cuda, npu, backend) == (False, count > 0, "cpu:gloo,npu:hccl")
+def test_a_mask_changes_the_count_and_never_the_vendor(ask, package, mask, count):
+    assert ask(*package, mask, code=COUNT) == [package[1], count]
+
+
+def test_verl_on_a_node_that_shows_no_device_is_the_vendors_all_the_same(ask):
+    name, found, cuda, npu, device, backend, resource = ask(*NPU, "")
+    assert (name, found, device, resource) == ("npu", 0, "npu", "NPU")
+    assert (cuda, npu, backend) == (False, False, "cpu:gloo,npu:hccl")
 
 
 def test_a_shim_that_makes_torch_cuda_answer_changes_nothing(ask):
