@@ -221,6 +221,41 @@ def test_identity_is_told_by_what_belongs_to_one_vendor(machine, files, facts, f
     assert all(probe.reason for probe in probes.values())
 
 
+@pytest.mark.parametrize(("mask", "count"), [(None, 2), ("0", 1), ("", 0)])
+def test_metax_stays_metax_whatever_its_mask_hides_and_its_nvidia_smi_says(machine, monkeypatch, mask, count):
+    from verl_fl.platform import manager
+
+    def visible():
+        import os
+
+        text = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return 2 if text is None else len([part for part in text.split(",") if part])
+
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    machine("/dev/mxcd", "/usr/bin/nvidia-smi", cuda="11.6", version="2.8.0+metax3.5.3.9")
+    monkeypatch.setattr(torch, "cuda", stand_ins.StandIn("torch.cuda", device_count=visible, is_available=True))
+    if mask is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    found = manager.detect()
+    assert (found.name, found.probes["cuda"].found) == ("metax", False)
+    assert torch.cuda.calls == [], "what torch.cuda says proves nothing, so nobody asks"
+    assert manager.platform_classes()["metax"]().device_count() == count
+
+
+def test_no_detection_asks_torch_cuda_which_shims_dress_up(machine, monkeypatch):
+    from verl_fl.platform import manager
+
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(torch, "cuda", stand_ins.StandIn("torch.cuda"))  # refuses every question
+    for facts, name in (({}, "cpu"), ({"packages": ["torch_npu"]}, "npu"), ({"packages": ["torch_musa"]}, "musa")):
+        machine(**facts)
+        found = manager.detect()
+        assert (found.name, torch.cuda.calls) == (name, [])
+        assert not any("failed" in probe.reason for probe in found.probes.values()), found.probes
+
+
 def test_hardware_that_this_torch_can_not_use_is_said(machine):
     probes = machine(DRIVER, "/dev/davinci0", cards=[("0x1ed5", "0x030000"), ("0x19e5", "0x020000")])
     assert probes["cuda"].unusable and "this torch (2.9.0) is not built for CUDA" in probes["cuda"].reason

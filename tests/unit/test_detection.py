@@ -128,6 +128,61 @@ def test_the_generic_platform_yields_to_a_vendors_and_wins_over_cpu(monkeypatch)
     assert manager.detect({"vendorx": yes()}, classes=classes).name == "vendorx"
 
 
+def test_generic_which_may_have_to_load_torch_is_asked_only_where_it_may_be_the_answer(monkeypatch):
+    asked = []
+    classes = dict(manager.platform_classes())
+    monkeypatch.setattr(classes["generic"], "probe", staticmethod(lambda: asked.append(1) or yes("torch has it")()))
+    found = manager.detect({"vendorx": yes()}, classes=classes)
+    assert not asked and found.probes["generic"].reason == "not asked, since vendorx was found"
+    assert list(found.probes) == ["vendorx", *classes], "in the order given"
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    assert manager.detect({"vendorx": no}, classes=classes).name == "cpu" and not asked
+    monkeypatch.setenv("VERL_PLATFORM", "generic")
+    assert manager.detect({"vendorx": yes()}, classes=classes).name == "generic" and asked
+
+
+def test_threads_that_ask_at_once_get_one_platform(monkeypatch):
+    import threading
+
+    manager.reset()
+    decisions, got = [], []
+    real = manager.detect
+    monkeypatch.setattr(manager, "detect", lambda: decisions.append(1) or real())
+    threads = [threading.Thread(target=lambda: got.append(manager.get())) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(decisions) == 1 and len(got) == 16 and len({id(platform) for platform in got}) == 1
+    manager.reset()
+
+
+@pytest.mark.parametrize("field", ["platform", "machine"])
+def test_doctor_tells_what_needs_no_torch_without_it(field):
+    import json
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\nfrom verl_fl.cli import doctor\n"
+        f"status = doctor.run(as_json=True, only={field!r})\n"
+        "print([m for m in ('torch', 'ray', 'verl', 'transformers') if m in sys.modules], status, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "[] 0"
+    found = json.loads(done.stdout)
+    assert list(found) == [field, "problems", "healthy"] and found[field] and found["healthy"]
+
+
+def test_doctor_refuses_a_field_that_can_not_be_had_alone():
+    from verl_fl.cli import doctor
+    from verl_fl.cli._exit import UsageError
+
+    with pytest.raises(UsageError, match="no such field") as error:
+        doctor.run(as_json=True, only="patches")
+    assert "asked: --only patches" in str(error.value) and "legal: machine, platform" in str(error.value)
+
+
 def test_a_process_decides_once_and_tests_can_reset_it(monkeypatch):
     manager.reset()
     first = manager.get()

@@ -102,3 +102,26 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="USE_FLAGCX is a switch") as error:
         CUDAPlatform().communication_backend_name()
     assert "asked: USE_FLAGCX='maybe'" in str(error.value)
+
+
+def test_a_library_that_can_not_be_read_is_said(monkeypatch, library):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    library("flagcxDeviceHandleInit")
+    monkeypatch.setattr(flagcx, "_api", refuse)
+    found = flagcx.find()
+    assert not found.found and found.reason.endswith("libflagcx.so can't be read: Permission denied")
+
+
+@pytest.mark.parametrize(("switch", "healthy"), [("0", True), ("1", False), ("maybe", False)])
+def test_doctor_tells_that_a_run_would_fail_for_want_of_it(monkeypatch, switch, healthy):
+    from verl_fl.cli import doctor
+
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    monkeypatch.setenv("USE_FLAGCX", switch)
+    report = doctor._alone("platform")
+    assert report.healthy is healthy
+    if switch == "1":
+        assert report.platform["name"] == "cpu", "the rest is told as ever"
+        assert "FlagCX has no adaptor for cpu" in report.problems[0] and "asked: USE_FLAGCX=1" in report.problems[0]

@@ -29,6 +29,8 @@ def test_a_mask_is_its_ids_in_its_order(text, ids):
         ("0,1,2", "has 3 ids"),
         ("5", "has 5, which does not exist"),
         ("GPU-8f1c", "has 'GPU-8f1c'"),
+        ("0,00", "has 0 twice"),
+        ("\u0661", "has '\u0661', which is not a device id"),  # a digit to Python, and to no runtime
     ],
 )
 def test_what_is_no_mask_is_refused_in_four_parts(text, problem):
@@ -41,8 +43,9 @@ def test_what_is_no_mask_is_refused_in_four_parts(text, problem):
 
 def test_uuids_are_ids_where_the_runtime_takes_them():
     assert masks.parse("GPU-8f1c,MIG-2", variable="C", uuids=True) == ["GPU-8f1c", "MIG-2"]
-    with pytest.raises(ValueError, match="UUIDs"):
-        masks.parse("banana", variable="C", uuids=True)
+    for text, problem in [("banana-split", "UUIDs"), ("GPU-8f1c,GPU-8f1c", "twice"), ("GPU-8f1c,", "gap")]:
+        with pytest.raises(ValueError, match=problem):
+            masks.parse(text, variable="C", uuids=True)
 
 
 def test_an_index_is_the_position_of_the_id_that_ray_reported(monkeypatch):

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 SHIM = """
+def _autoload():  # before torch, which asks for it while this package is half loaded
+    pass
 import os, torch, types
 def visible():
     mask = os.environ.get("{mask}")
@@ -88,6 +90,87 @@ def test_a_shim_that_makes_torch_cuda_answer_changes_nothing(ask):
 def test_all_its_names_select_it_in_any_case(ask, word):
     code = "import json\nfrom verl_fl.platform import detect\nprint('ANSWER', json.dumps(detect().name))"
     assert ask(*NPU, None, code=code, VERL_PLATFORM=word) == "npu"
+
+
+AUTOLOAD = """
+import json, os, sys
+from verl_fl.platform import detect, get
+name = detect().name
+loaded = [module for module in ("torch", "torch_npu", "torch_musa") if module in sys.modules]
+count = get().device_count()
+print("ANSWER", json.dumps([name, loaded, count, {k: v for k, v in os.environ.items() if "VISIBLE" in k}]))
+"""
+
+
+@pytest.fixture
+def autoloads(tmp_path):
+    """Lets ``import torch`` load a package by itself, as real ones do."""
+
+    def make(package):
+        folder = tmp_path / f"{package}-9.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9\n")
+        (folder / "entry_points.txt").write_text(f"[torch.backends]\n{package} = {package}:_autoload\n")
+
+    return make
+
+
+def test_detection_leaves_a_sdk_that_torch_loads_by_itself_its_mask_to_read(ask, autoloads):
+    autoloads("torch_musa")
+    found = ask(*MUSA, None, code=AUTOLOAD, CUDA_VISIBLE_DEVICES="1")
+    assert found == ["musa", [], 1, {"MUSA_VISIBLE_DEVICES": "1"}]
+
+
+@pytest.mark.parametrize(("package", "loaded"), [("flagcx", False), ("torch_strange", True)])
+def test_torch_is_asked_only_where_a_package_may_bring_it_a_device(ask, autoloads, package, loaded):
+    autoloads(package)
+    code = (
+        "import json, sys\nfrom verl_fl.platform import detect\n"
+        "print('ANSWER', json.dumps([detect().name, 'torch' in sys.modules]))"
+    )
+    assert ask(package, "strange", "STRANGE_VISIBLE_DEVICES", None, pretends=False, code=code) == ["cpu", loaded]
+
+
+BROKEN = {
+    "raises": "raise OSError('libx.so.1: cannot open shared object file')",
+    "exits": "raise SystemExit(3)",
+    "prints": "print('ANSWER []')",
+    "hangs": "import time; time.sleep(30)",
+    "lacks its driver": "import torch; torch.npu = 0; raise RuntimeError('no driver')",
+}
+TIMED = """
+import json, sys, time
+from verl_fl.platform import detect
+start = time.perf_counter()
+found = detect()
+fast = time.perf_counter() - start < 2
+print("ANSWER", json.dumps([found.name, fast, "torch" in sys.modules, found.probes["musa"].found]))
+"""
+
+
+@pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
+def test_a_broken_package_is_found_without_being_run_and_stops_nobody(ask, autoloads, tmp_path, body):
+    autoloads("torch_npu")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch_npu.py").write_text(body)
+    path = f"{tmp_path / 'broken'}{os.pathsep}{tmp_path}"
+    assert ask(*NPU, None, code=TIMED, PYTHONPATH=path) == ["npu", True, False, False]
+
+
+@pytest.mark.parametrize("how", ["raises", "exits", "lacks its driver"])
+def test_its_own_use_says_what_it_raised(ask, tmp_path, how):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch_npu.py").write_text(BROKEN[how])
+    code = """
+import json
+from verl_fl.platform import get
+try:
+    get().device_count()
+except RuntimeError as error:
+    print("ANSWER", json.dumps(str(error)))
+"""
+    said = ask(*NPU, None, code=code, PYTHONPATH=f"{tmp_path / 'broken'}{os.pathsep}{tmp_path}")
+    assert "torch can't use 'npu' devices here" in said and "package torch_npu is installed" in said
 
 
 REGISTER = """

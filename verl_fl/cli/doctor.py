@@ -104,7 +104,7 @@ def _alone(field: str) -> Report:
     if field == "machine":
         _attempt(report, "the machine's resources", lambda: report.machine.update(_machine()))
     else:
-        _attempt(report, "the platform", lambda: report.platform.update(_platform(has_verl=False)))
+        _attempt(report, "the platform", lambda: _look_at_platform(report, has_verl=False))
     return report
 
 
@@ -118,7 +118,7 @@ def examine() -> Report:
         return report
     has_verl = "verl" not in broken
     _plugins(report)
-    if not _attempt(report, "the platform", lambda: report.platform.update(_platform(has_verl))):
+    if not _attempt(report, "the platform", lambda: _look_at_platform(report, has_verl)):
         return report  # most of verl asks for the platform while it is imported, so it would fail in the same way
     if has_verl:
         _attempt(report, "the plugin verl_fl.plugin", _load_plugin, fix="pip install --force-reinstall verl-fl")
@@ -211,25 +211,28 @@ def _load_plugin() -> None:
     importlib.import_module("verl_fl.plugin")
 
 
-def _platform(has_verl: bool) -> dict[str, Any]:
+def _look_at_platform(report: Report, has_verl: bool) -> None:
     """The choice and every probe's reason; without verl over verl-fl's own platforms only."""
-    from verl_fl.platform import flagcx
+    from verl_fl.platform import flagcx, platform_classes
 
     if has_verl:
+        from verl.plugin.platform import PlatformRegistry
+
         from verl_fl.patches.platform import detection as detect
     else:
         from verl_fl.platform.manager import detect
 
-    found = detect()
-    probes = {name: {"found": probe.found, "reason": probe.reason} for name, probe in found.probes.items()}
-    collectives = {**asdict(flagcx.find()), "requested": flagcx.requested()}
-    return {
+    found, library, requested = detect(), flagcx.find(), flagcx.requested()
+    report.platform |= {
         "name": found.name,
         "reason": found.reason,
         "explicit": found.explicit,
-        "probes": probes,
-        "flagcx": collectives,
+        "probes": {name: {"found": probe.found, "reason": probe.reason} for name, probe in found.probes.items()},
+        "flagcx": {**asdict(library), "requested": requested},
     }
+    chosen = PlatformRegistry.get(found.name) if has_verl else platform_classes()[found.name]
+    missing = flagcx.why_not(found.name, getattr(chosen, "flagcx", ""), library) if requested else ""
+    report.problems += [missing] if missing else []
 
 
 def _registries() -> dict[str, list[str]]:

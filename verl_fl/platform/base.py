@@ -136,7 +136,7 @@ class Platform:
             import torch
 
             return self.on_load(getattr(torch, self.device_name))
-        except Exception as error:  # whatever a vendor's SDK raises
+        except (Exception, SystemExit) as error:  # whatever a vendor's SDK raises
             raise RuntimeError(
                 explain(
                     f"torch can't use {self.device_name!r} devices here: {type(error).__name__}: {error}",

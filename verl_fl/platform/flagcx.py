@@ -68,14 +68,12 @@ def find() -> FlagCX:
     for place in places:
         library = place / "libflagcx.so"
         if library.is_file():
-            return FlagCX(
-                found=True,
-                reason=str(library),
-                library=str(library),
-                api=_api(library),
-                version=_version(),
-                package=package,
-            )
+            try:
+                api = _api(library)
+            except OSError as error:
+                return FlagCX(found=False, reason=f"{library} can't be read: {error.strerror}", package=package)
+            file = str(library)
+            return FlagCX(found=True, reason=file, library=file, api=api, version=_version(), package=package)
     looked = ", ".join(map(str, places)) or "nowhere"
     unset = "" if _env.read(_env.FLAGCX_PATH) else f"; {_env.FLAGCX_PATH} is not set"
     return FlagCX(found=False, reason=f"no libflagcx.so in {looked}{unset}", version=_version(), package=package)
@@ -92,27 +90,34 @@ def require(platform: str, adaptor: str) -> FlagCX:
         RuntimeError: it was asked for and can't be had; says why.
     """
     found = find()
-    problem = ""
+    if problem := why_not(platform, adaptor, found):
+        raise RuntimeError(problem)
+    try:
+        importlib.import_module("flagcx")
+    except Exception as error:  # whatever its C extension raises
+        problem = f"the package flagcx does not load: {type(error).__name__}: {error}"
+        raise RuntimeError(_explained(platform, adaptor, problem)) from error
+    return found
+
+
+def why_not(platform: str, adaptor: str, found: FlagCX) -> str:
+    """The message of :func:`require`, as far as it can be told without loading anything; ``""``: nothing is missing."""
     if not adaptor:
-        problem = f"FlagCX has no adaptor for {platform}"
-    elif not found.found:
-        problem = found.reason
-    elif not found.package:
-        problem = "torch's plugin, the Python package flagcx, is not installed"
-    if not problem:
-        try:
-            importlib.import_module("flagcx")
-            return found
-        except Exception as error:  # whatever its C extension raises
-            problem = f"the package flagcx does not load: {type(error).__name__}: {error}"
-    raise RuntimeError(
-        explain(
-            f"FlagCX can't be the collective library of {platform} here",
-            asked=f"{_env.USE_FLAGCX}={os.environ.get(_env.USE_FLAGCX, '')}",
-            found=problem,
-            fix=(f"build FlagCX for {adaptor} and set {_env.FLAGCX_PATH} to it, or " if adaptor else "")
-            + f"unset {_env.USE_FLAGCX} to use the vendor's own library",
-        )
+        return _explained(platform, adaptor, f"FlagCX has no adaptor for {platform}")
+    if not found.found:
+        return _explained(platform, adaptor, found.reason)
+    if not found.package:
+        return _explained(platform, adaptor, "torch's plugin, the Python package flagcx, is not installed")
+    return ""
+
+
+def _explained(platform: str, adaptor: str, problem: str) -> str:
+    return explain(
+        f"FlagCX can't be the collective library of {platform} here",
+        asked=f"{_env.USE_FLAGCX}={os.environ.get(_env.USE_FLAGCX, '')}",
+        found=problem,
+        fix=(f"build FlagCX for {adaptor} and set {_env.FLAGCX_PATH} to it, or " if adaptor else "")
+        + f"unset {_env.USE_FLAGCX} to use the vendor's own library",
     )
 
 

@@ -12,7 +12,8 @@ from verl_fl.platform.base import Platform, Probe
 
 def _device() -> str:
     """torch's own word for the accelerator of this machine, or ``""``. Imports torch only where one may exist."""
-    if "torch" not in sys.modules and not entry_points(group="torch.backends") and sys.platform != "darwin":
+    extended = any(point.name != "flagcx" for point in entry_points(group="torch.backends"))  # that one is no device
+    if "torch" not in sys.modules and not extended and sys.platform != "darwin":
         return ""
     import torch
 

@@ -90,7 +90,7 @@ def detect(
     aliases: dict[str, str] | None = None,
     classes: dict[str, type[Platform]] | None = None,
 ) -> Detection:
-    """Choose this machine's platform. Imports neither torch nor an SDK.
+    """Choose this machine's platform. Imports neither torch nor an SDK, unless ``generic`` may be the answer.
 
     Args:
         foreign: probes of platforms that are not of our contract, by name.
@@ -104,12 +104,13 @@ def detect(
     asked_probes: dict[str, ProbeFn] = {**(foreign or {}), **{name: cls.probe for name, cls in classes.items()}}
     names = {name: name for name in asked_probes} | (aliases or {})
     names |= {alias: cls.name for cls in classes.values() for alias in cls.aliases}
-    probes = {name: _run(probe) for name, probe in asked_probes.items()}
+    request = requested(names)
+    if request is not None and request[0] not in names:
+        raise ValueError(_unknown(*request, names))
+    probes = _ask(asked_probes, wanted=names[request[0]] if request else "")
 
-    if (request := requested(names)) is not None:
+    if request is not None:
         asked, source = request
-        if asked not in names:
-            raise ValueError(_unknown(asked, source, names))
         chosen = names[asked]
         if not probes[chosen].found:
             raise ValueError(_absent(asked, source, probes))
@@ -126,6 +127,21 @@ def detect(
     chosen = (found or [name for name in _FALLBACKS if name in probes and probes[name].found])[0]
     reason = probes[chosen].reason if chosen != "cpu" else _why_cpu(probes)
     return Detection(name=chosen, reason=reason, explicit=False, probes=probes)
+
+
+def _ask(probes: dict[str, ProbeFn], wanted: str) -> dict[str, Probe]:
+    """Every platform's answer, in the order given.
+
+    ``generic`` may have to load torch, and torch then loads the SDK of a vendor that is here, which reads its mask
+    before :meth:`Platform.adopt_mask` could settle it. So it is asked only where it may be the answer.
+    """
+    answers = {name: _run(probe) for name, probe in probes.items() if name != "generic"}
+    taken = [wanted] if wanted else [name for name in answers if name not in _FALLBACKS]
+    settled = [name for name in taken if name in answers and answers[name].found]
+    if "generic" in probes:
+        spared = Probe(found=False, reason=f"not asked, since {', '.join(settled)} was found")
+        answers["generic"] = spared if settled else _run(probes["generic"])
+    return {name: answers[name] for name in probes}
 
 
 def _why_cpu(probes: dict[str, Probe]) -> str:

@@ -9,6 +9,9 @@ from verl_fl._errors import explain
 
 logger = logging.getLogger("verl_fl.platform")
 
+_UUIDS = ("GPU-", "MIG-")
+"""How the UUIDs begin that CUDA and HIP take."""
+
 
 def parse(text: str, *, variable: str, uuids: bool = False, device_count: int | None = None) -> list[str]:
     """The ids of a mask, in its order; an empty mask shows no device.
@@ -42,16 +45,18 @@ def _problem(ids: list[str], uuids: bool, device_count: int | None) -> str:
     """What is wrong, or ``""``. Runtimes disagree on what they make of it, so none of it may reach one."""
     if "" in ids:
         return "has a gap"
-    words = [one for one in ids if not one.isdecimal() and not (uuids and one[0].isalpha() and "-" in one)]
+    numbers = [one for one in ids if one.isascii() and one.isdecimal()]
+    words = [one for one in ids if one not in numbers and not (uuids and one.startswith(_UUIDS))]
     if words:
         return f"has {words[0]!r}, which is not a device id"
-    twice = sorted({one for one in ids if ids.count(one) > 1})
+    same = [str(int(one)) if one in numbers else one for one in ids]  # 1 and 01 are one device
+    twice = sorted({one for one in same if same.count(one) > 1})
     if twice:
         return f"has {twice[0]} twice"
     if device_count is not None:
         if len(ids) > device_count:
             return f"has {len(ids)} ids"
-        absent = [one for one in ids if one.isdecimal() and int(one) >= device_count]
+        absent = [one for one in numbers if int(one) >= device_count]
         if absent:
             return f"has {absent[0]}, which does not exist"
     return ""
