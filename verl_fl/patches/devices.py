@@ -64,7 +64,7 @@ def _assigned(platform: Platform, known: bool) -> int:
     if known:
         ids = ray.get_runtime_context().get_accelerator_ids().get(resource) or []
         if ids:
-            return platform.device_index(ids[0])
+            return _existing(platform, platform.device_index(ids[0]), "the device that Ray assigned")
     elif resource in os.environ.get(_env.RAY_UNIT_RESOURCES, "").split(","):
         from ray._private import worker
 
