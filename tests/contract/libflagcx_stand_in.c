@@ -76,7 +76,7 @@ struct batch {
 struct flagcxComm {
   int rank, size, several_vendors;
   int *sockets;
-  int aborted, leaving;
+  int aborted, given_up, leaving;
   result broken;
   struct batch *first, **end;
   pthread_t worker;
@@ -403,6 +403,7 @@ result flagcxCommDestroy(comm_t comm) {
   result code = fault("flagcxCommDestroy", comm);
   if (!comm) return INTERNAL_ERROR;
   if (code) return code;
+  if (comm->given_up) return fail(comm, INVALID_USAGE, "destroyed after an abort"); /* the real one crashes */
   pthread_mutex_lock(&lock);
   comm->leaving = 1;
   pthread_cond_broadcast(&changed);
@@ -416,6 +417,7 @@ result flagcxCommAbort(comm_t comm) {
   result code = fault("flagcxCommAbort", comm);
   if (!comm) return INTERNAL_ERROR;
   if (code) return code;
+  if (comm->given_up++) return fail(comm, INVALID_USAGE, "aborted twice");
   if (comm->several_vendors) return NOT_SUPPORTED;
   __atomic_store_n(&comm->aborted, 1, __ATOMIC_RELEASE); /* never freed: another thread may be in a call */
   for (int peer = 0; peer < comm->size; peer++)

@@ -1,4 +1,4 @@
-"""The binding to FlagCX's C API, in both its flavours, against a stand-in library, between processes of this machine."""
+"""The binding to FlagCX's C API, in both its flavours, against a stand-in library, between processes."""
 
 import contextlib
 import ctypes
@@ -401,7 +401,7 @@ def test_what_would_crash_the_library_is_refused(alone, call, address, size, pee
     communicator, stream = alone
     with pytest.raises(ValueError, match="there is nothing to move") as error:
         getattr(communicator, call)(address, size, peer, stream)
-    assert f"rank {peer}: {size} bytes at address {address:#x}" in str(error.value)
+    assert f" {size} bytes " in str(error.value) and f" {peer}, at address {address:#x}" in str(error.value)
 
 
 def test_no_bytes_need_no_call(alone):
@@ -499,6 +499,8 @@ def test_scattered_ranks_of_a_vendor_are_refused():
     assert "5 ranks, acme in several places" in str(error.value)
     assert "found: acme: ranks 0, 1, 4, other: ranks 2, 3" in str(error.value)
     assert "legal: all ranks of acme, then all of other" in str(error.value)
+    with pytest.raises(ValueError, match="to follow one another"):
+        flagcx.check_ranks(["acme", "other", "acme"])
 
 
 @pytest.mark.parametrize(("vendors", "single"), [(["acme", "other", "other"], "acme"), (["a", "a", "b"], "b")])

@@ -20,7 +20,7 @@ from verl_fl.platform import flagcx
 
 UNIQUE_ID_BYTES = 256
 
-_UINT8 = 1  # flagcxUint8
+_UINT8 = 1  # flagcxUint8, which every adaptor of FlagCX knows
 _NOT_SUPPORTED = 9
 _RESULTS = (
     "flagcxSuccess",
@@ -188,7 +188,7 @@ class Library:
     def stream(self) -> Stream:
         """Create a side stream of this thread's current device; it waits for no other stream."""
         address = c_void_p()
-        self.check("streamCreate", self._device.streamCreate(byref(address)), "a side stream")
+        self.device("streamCreate", byref(address), doing="a side stream")
         assert address.value is not None
         return Stream(self, address.value, owned=True)
 
@@ -201,11 +201,9 @@ class Library:
         if isinstance(stream, Stream):
             return stream
         raw = _raw_handle(stream)
-        if raw not in self._wrapped:
-            # Not by streamCopy: whether it takes the handle or its address differs by version and by vendor, while
-            # ``struct flagcxStream`` is everywhere that one handle. Kept, as FlagCX's threads read it after the call.
-            self._wrapped[raw] = Stream(self, c_void_p(raw), owned=False)
-        return self._wrapped[raw]
+        # Not by streamCopy: whether it takes the handle or its address differs by version and by vendor, while
+        # ``struct flagcxStream`` is everywhere that one handle. Kept, as FlagCX's threads read it after the call.
+        return self._wrapped.setdefault(raw, Stream(self, c_void_p(raw), owned=False))
 
     def call(self, name: str, *arguments: Any, doing: str, communicator: int | None = None) -> None:
         """Call by name; ``doing`` is for the message.
@@ -213,7 +211,15 @@ class Library:
         Raises:
             RuntimeError: the result is not 0.
         """
-        self.check(name, getattr(self._library, name)(*arguments), doing, communicator)
+        self.check(name, self.code(name, *arguments), doing, communicator)
+
+    def code(self, name: str, *arguments: Any) -> int:
+        """Call by name and return the result, 0 or not."""
+        return getattr(self._library, name)(*arguments)
+
+    def device(self, name: str, *arguments: Any, doing: str) -> None:
+        """As :meth:`call`, for a function of the device."""
+        self.check(name, getattr(self._device, name)(*arguments), doing)
 
     def check(self, name: str, code: int, doing: str, communicator: int | None = None) -> None:
         """Raise what :meth:`call` raises, for a ``code`` that is already there."""
@@ -260,14 +266,13 @@ class Stream:
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was given to this stream."""
-        code = self._library._device.streamSynchronize(self.address)
-        self._library.check("streamSynchronize", code, "to wait for what was given to a stream")
+        self._library.device("streamSynchronize", self.address, doing="to wait for what was given to a stream")
 
     def destroy(self) -> None:
         """Give a side stream back; a second time, or for a stream of torch, it does nothing."""
         if self._owned and self._address:
             address, self._address = self._address, 0
-            self._library.check("streamDestroy", self._library._device.streamDestroy(address), "to give a stream back")
+            self._library.device("streamDestroy", address, doing="to give a stream back")
 
 
 class Communicator:
@@ -294,22 +299,16 @@ class Communicator:
             ValueError: there is no such peer, or nothing at that address.
             RuntimeError: FlagCX refuses, or the communicator is gone.
         """
-        if self._moves(address, size_bytes, peer, "sends to"):
-            doing = f"rank {self.rank} of {self.world_size} sends {size_bytes} bytes to rank {peer}"
-            self._call("flagcxSend", address, size_bytes, _UINT8, peer, self._alive(), stream, doing=doing)
+        self._move("flagcxSend", f"sends {size_bytes} bytes to rank", (address,), size_bytes, peer, stream)
 
     def recv(self, address: int, size_bytes: int, peer: int, stream: Any) -> None:
         """Receive what ``peer`` sends; as :meth:`send`."""
-        if self._moves(address, size_bytes, peer, "receives from"):
-            doing = f"rank {self.rank} of {self.world_size} receives {size_bytes} bytes from rank {peer}"
-            self._call("flagcxRecv", address, size_bytes, _UINT8, peer, self._alive(), stream, doing=doing)
+        self._move("flagcxRecv", f"receives {size_bytes} bytes from rank", (address,), size_bytes, peer, stream)
 
     def broadcast(self, address: int, size_bytes: int, root: int, stream: Any) -> None:
         """Copy what ``root`` has at its address to the address of every other rank; all ranks call it."""
-        if self._moves(address, size_bytes, root, "broadcasts with root"):
-            doing = f"rank {self.rank} of {self.world_size} broadcasts {size_bytes} bytes with root {root}"
-            arguments = (address, address, size_bytes, _UINT8, root, self._alive(), stream)
-            self._call("flagcxBroadcast", *arguments, doing=doing)
+        buffers = (address, address)
+        self._move("flagcxBroadcast", f"broadcasts {size_bytes} bytes with root", buffers, size_bytes, root, stream)
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
@@ -326,7 +325,7 @@ class Communicator:
             yield
         except BaseException:
             # Left open, it would swallow what this thread calls later. Its code would hide the error that matters.
-            self._library._library.flagcxGroupEnd(handle)
+            self._library.code("flagcxGroupEnd", handle)
             raise
         self._library.call("flagcxGroupEnd", handle, doing=doing, communicator=handle)
 
@@ -343,7 +342,7 @@ class Communicator:
         handle, self._handle = self._handle, None
         if handle is None:
             return True
-        code = self._library._library.flagcxCommAbort(handle)
+        code = self._library.code("flagcxCommAbort", handle)
         if code == _NOT_SUPPORTED:
             return False
         self._library.check("flagcxCommAbort", code, f"rank {self.rank} of {self.world_size} aborts")
@@ -358,10 +357,22 @@ class Communicator:
         if handle is not None:
             self._library.call("flagcxCommDestroy", handle, doing=f"rank {self.rank} of {self.world_size} leaves")
 
-    def _call(self, name: str, *arguments: Any, doing: str) -> None:
-        *others, handle, stream = arguments
-        address = self._library.wrap(stream).address
-        self._library.call(name, *others, handle, address, doing=doing, communicator=handle)
+    def _move(self, name: str, verb: str, buffers: tuple[int, ...], size_bytes: int, peer: int, stream: Any) -> None:
+        doing = f"rank {self.rank} of {self.world_size} {verb} {peer}"
+        # FlagCX up to 0.13 checks neither, and a wrong one ends the process.
+        if not 0 <= peer < self.world_size or size_bytes < 0 or (size_bytes > 0 and not buffers[0]):
+            raise ValueError(
+                explain(
+                    "there is nothing to move",
+                    asked=f"{doing}, at address {buffers[0]:#x}",
+                    legal=f"rank 0 to {self.world_size - 1}, 0 bytes or more, an address that is not 0",
+                    fix="correct the call",
+                )
+            )
+        handle = self._alive()
+        if size_bytes > 0:
+            ends = (size_bytes, _UINT8, peer, handle, self._library.wrap(stream).address)
+            self._library.call(name, *buffers, *ends, doing=doing, communicator=handle)
 
     def _alive(self) -> int:
         if self._handle is None:
@@ -374,19 +385,6 @@ class Communicator:
             )
         return self._handle
 
-    def _moves(self, address: int, size_bytes: int, peer: int, verb: str) -> bool:
-        # FlagCX up to 0.13 checks neither, and a wrong one ends the process.
-        if not 0 <= peer < self.world_size or size_bytes < 0 or (size_bytes > 0 and not address):
-            raise ValueError(
-                explain(
-                    "there is nothing to move",
-                    asked=f"rank {self.rank} {verb} rank {peer}: {size_bytes} bytes at address {address:#x}",
-                    legal=f"rank 0 to {self.world_size - 1}, 0 bytes or more, an address that is not 0",
-                    fix="correct the call",
-                )
-            )
-        return size_bytes > 0
-
 
 def check_ranks(vendors: Sequence[str]) -> None:
     """Check that FlagCX carries weights well between these ranks.
@@ -396,7 +394,7 @@ def check_ranks(vendors: Sequence[str]) -> None:
 
     Raises:
         ValueError: a vendor's ranks do not follow one another (FlagCX would mix them up); or one of several vendors has
-            a single rank (FlagCX would stage its collectives, broadcast among them, through host memory).
+            a single rank (FlagCX up to 0.13 then stages broadcast through host memory; not send and recv).
     """
     ranks: dict[str, list[int]] = {}
     for rank, vendor in enumerate(vendors):
@@ -417,7 +415,7 @@ def check_ranks(vendors: Sequence[str]) -> None:
     if single and len(ranks) > 1:
         raise ValueError(
             explain(
-                "FlagCX would stage all that these ranks share through host memory",
+                "FlagCX would stage what these ranks broadcast through host memory",
                 asked=f"a communicator of {len(vendors)} ranks with a single one of {' and of '.join(single)}",
                 found=found,
                 legal="two ranks or more of each vendor",
