@@ -1,28 +1,24 @@
-"""Compiles ``kernels.c`` for this machine's processor on first use, and calls it on tensors.
+"""The functions of ``kernels.c``, compiled for this machine's processor on first use, called on tensors.
 
-Under a second, once a processor and version; without a C compiler the engine runs on torch's operators alone.
+Without a C compiler the engine runs on torch's operators alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl_fl._compile import Unavailable, load
+
 logger = logging.getLogger("verl_fl.rollout")
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp")
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "float"}
 
 
@@ -57,46 +53,14 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    compiler = shutil.which((os.environ.get("CC") or "cc").split()[-1])
-    if compiler is None:
-        logger.warning("rollout: no C compiler (cc), so decoding runs on torch's operators alone, slower")
-        return None
     try:
-        path = _cache_folder() / f"kernels-{_key(compiler)}.so"
-        if not path.exists():
-            _compile(compiler, path)
-        return ctypes.CDLL(str(path))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        logger.warning("rollout: the C kernels are not used, decoding is slower: %s", detail)
+        # torch's own OpenMP, not a second one: two pools would spin against each other for the same cores.
+        return load(_SOURCE, _FLAGS, link=_openmp())
+    except Unavailable as reason:
+        logger.warning("rollout: the C kernels are not used, decoding runs on torch's operators, slower: %s", reason)
         return None
 
 
-def _compile(compiler: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, linked = f"{folder}/kernels.o", f"{folder}/kernels.so"
-        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=120)
-        run([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", made])
-        # torch's own OpenMP, not a second one: two pools would spin against each other for the same cores.
-        run([compiler, "-shared", made, *_openmp(), "-o", linked])
-        os.replace(linked, path)  # whole or not at all, whoever else compiles at the same time
-
-
-def _openmp() -> list[str]:
+def _openmp() -> tuple[str]:
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return [str(bundled[0])] if bundled else ["-lgomp"]
-
-
-def _key(compiler: str) -> str:
-    """Differs where the compiled file would: source, flags, compiler, torch's OpenMP, processor."""
-    processor = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as lines:
-            processor = next((line for line in lines if line.lower().startswith(("flags", "features"))), processor)
-    parts = (_SOURCE.read_text(), *_FLAGS, compiler, *_openmp(), torch.__version__, processor)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_fl"
+    return (str(bundled[0]) if bundled else "-lgomp",)
