@@ -28,6 +28,9 @@ FLAGCX_PATH = "FLAGCX_PATH"
 RAY_UNIT_RESOURCES = "RAY_custom_unit_instance_resources"
 """Ray's own: the custom resources whose units it numbers, so that each actor knows which device it has."""
 
+SECRET = "VERL_FL_SECRET"
+"""Of weight sync outside of verl: both ends need the same. In a verl job the driver makes one."""
+
 SIMULATED = "VERL_FL_SIMULATED"
 """Which simulated chips this machine has, by name with commas between. Unset: all whose package is installed."""
 

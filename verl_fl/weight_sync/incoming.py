@@ -1,0 +1,471 @@
+"""One sync as a receiver lives it: senders say what comes, buckets arrive on any lane, all agree, and it counts."""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from verl_fl.weight_sync import delta, manifest, memory
+from verl_fl.weight_sync._errors import BadFrame, SyncError
+from verl_fl.weight_sync.edge import Bucket, Edge
+from verl_fl.weight_sync.link import (
+    BEGIN,
+    COMMIT,
+    CONFIRM,
+    DELTA,
+    DONE,
+    END,
+    ERROR,
+    IN_RING,
+    MANIFEST,
+    PLAN,
+    READY,
+    RELEASE,
+    STATE,
+    Frame,
+    Link,
+)
+from verl_fl.weight_sync.manifest import Manifest
+from verl_fl.weight_sync.outlets import Below
+from verl_fl.weight_sync.report import Report
+from verl_fl.weight_sync.ring import Ring
+from verl_fl.weight_sync.sink import Stream, Targets
+
+if TYPE_CHECKING:
+    from verl_fl.weight_sync.receiver import Receiver
+
+MAX_RANKS, MAX_BUCKET_BYTES, MIN_BUCKET_BYTES = 65536, 1 << 31, 64
+_DELTA_HEAD = struct.Struct("<Q")
+_DELTA_PIECE = struct.Struct("<BI")
+
+
+class Incoming:
+    """The state of one sync; :meth:`take` is called by the data connections' threads, the rest by one thread.
+
+    Attributes:
+        sync: the sync's number.
+        wrote: whether any byte of the sync was written where the weights are.
+        data_links: connections that have brought buckets.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver, self._sink = receiver, receiver.sink
+        self.sync = -1
+        self.wrote = False
+        self.data_links: set[Link] = set()
+        self._ranks: dict[int, Link] = {}
+        self._begins: dict[int, dict[str, Any]] = {}
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._deadline = float("inf")
+        self._manifest = Manifest(MIN_BUCKET_BYTES)
+        self._whole = False
+        self._got: dict[int, int] = {}
+        """Checksum by bucket."""
+        self._busy: set[int] = set()
+        self._ends: dict[int, dict[str, Any]] = {}
+        self._edges: list[Edge] = []
+        self._mode = "full"
+        self._wire_bytes = self._changes = 0
+        self._stages = {"receive": 0.0, "unpack": 0.0, "forward": 0.0}
+
+    # --- the main thread ---
+
+    def wait_for_senders(self, timeout_s: float | None) -> None:
+        """Return when every rank of one sender has announced the same sync.
+
+        Raises:
+            SyncError: none or not all of them came in time, or they disagree.
+        """
+        limit = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        num_ranks = 0
+        while not num_ranks or len(self._ranks) < num_ranks:
+            what = "no sender came" if not self._ranks else f"only ranks {sorted(self._ranks)} of {num_ranks} came"
+            link, event = self._next(limit, "begin", what, heed=set(self._ranks.values()))
+            if link is None or not isinstance(event, Frame):
+                continue
+            if event.kind != BEGIN:
+                raise BadFrame(f"a frame of kind {event.kind} before a sync began", phase="begin", peer=link.peer)
+            begin = _checked(event.json(), link)
+            assert link.hello is not None
+            if num_ranks and begin["ranks"] != num_ranks:
+                raise SyncError(
+                    f"one sender has {num_ranks} ranks, another {begin['ranks']}", phase="begin", peer=link.peer
+                )
+            num_ranks = begin["ranks"]
+            if link.hello.rank >= num_ranks or link.hello.rank in self._ranks:
+                raise SyncError(f"rank {link.hello.rank} of {num_ranks} came twice", phase="begin", peer=link.peer)
+            self._ranks[link.hello.rank], self._begins[link.hello.rank] = link, begin
+            limit = min(limit, time.monotonic() + self._receiver.timeout_s)
+        self.sync = self._begins[0]["sync"]
+        versions = {begin["version"] for begin in self._begins.values()}
+        if len(versions) > 1:
+            raise SyncError(f"the sender's ranks send versions {sorted(versions)}", phase="begin")
+
+    def run(self) -> Report:
+        """From the plan to the commit."""
+        begin = time.perf_counter()
+        self._deadline = time.monotonic() + self._receiver.sync_limit_s
+        for link in self._ranks.values():
+            link.deadline = self._deadline
+        self._ranks[0].send(STATE, self.sync, self._state())
+        plan = self._expect(PLAN, "plan", {0})[0].json()
+        self._set_up(plan)
+        for rank, link in self._ranks.items():
+            if rank:
+                link.send(PLAN, self.sync, plan | {"me": self._receiver.below.as_dict()})
+        self._ranks[0].send(READY, self.sync)
+        self._collect()
+        for edge in self._edges:
+            edge.finish()
+        self._raise_if_failed()
+        self._confirm()
+        self._expect(COMMIT, "commit", set(self._ranks))
+        self._sink.commit()
+        for link in self._ranks.values():
+            link.send(DONE, self.sync)
+        seconds = time.perf_counter() - begin
+        self._receiver.speed = self._wire_bytes / max(self._stages["receive"], 1e-9)
+        self._stages["forward"] = sum(edge.busy_s for edge in self._edges)
+        elements = sum(e.num_bytes // e.dtype.itemsize for e in self._manifest.entries if e.alias_of < 0)
+        return Report(
+            version=self._begins[0]["version"],
+            mode=plan["mode"],
+            num_tensors=len(self._manifest.entries),
+            num_bytes=self._manifest.num_bytes,
+            wire_bytes=self._wire_bytes,
+            seconds=seconds,
+            changed=self._changes / max(elements, 1) if plan["mode"] == "delta" else 1.0,
+            edges={link.peer: link.transport for link in self.data_links},
+            stages=dict(self._stages),
+        )
+
+    def failed(self, error: BaseException) -> None:
+        """From any thread: the sync is over."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+        self._receiver.events.put((None, None))  # type: ignore[arg-type]  # wakes the main thread
+
+    def stop(self, error: BaseException) -> None:
+        """Tell every sender why, and end all threads of the sync."""
+        self.failed(error)
+        said = error.problem if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
+        body = {"error": said[:4000], "phase": getattr(error, "phase", ""), "tensor": getattr(error, "tensor", "")}
+        for link in self._ranks.values():
+            try:
+                link.deadline = time.monotonic() + 1
+                link.send(ERROR, max(self.sync, 0), body)
+            except (SyncError, OSError):
+                pass  # it is gone, and learns of the failure by that
+        for edge in self._edges:
+            edge.abort()
+
+    def _state(self) -> dict[str, Any]:
+        receiver = self._receiver
+        agreed = all(begin["base"] == receiver.base for begin in self._begins.values())
+        wants = self._sink.dtypes() if isinstance(self._sink, Targets) else {}
+        return {
+            **receiver.below.as_dict(),
+            "base": receiver.base if agreed and self._sink.unchanged() else 0,
+            "dtypes": wants,
+            "speed": receiver.speed,
+            "version": receiver.version,
+        }
+
+    def _set_up(self, plan: dict[str, Any]) -> None:
+        bucket_bytes, below = plan.get("bucket_bytes"), plan.get("below")
+        if (
+            not isinstance(bucket_bytes, int)
+            or not MIN_BUCKET_BYTES <= bucket_bytes <= MAX_BUCKET_BYTES
+            or bucket_bytes % manifest.ALIGN
+            or plan.get("mode") not in ("full", "delta")
+            or not isinstance(below, list)
+        ):
+            raise BadFrame("a plan that makes no sense", phase="plan", peer=self._ranks[0].peer)
+        self._mode = plan["mode"]
+        self._manifest = Manifest(bucket_bytes)
+        self._sink.begin(self._manifest)
+        try:
+            ends = [Below.parse(end) for end in below]
+        except (ValueError, KeyError) as error:
+            raise BadFrame(str(error), phase="plan", peer=self._ranks[0].peer) from error
+        if isinstance(self._sink, Stream):
+            self._sink.recycle = not ends
+        self._edges, _ = self._receiver.outlets.edges(ends, self.sync, bucket_bytes, self._deadline, self.failed)
+
+    def _collect(self) -> None:
+        """Until the manifest is whole, every rank has ended, and every bucket is there."""
+        while not (
+            self._whole and len(self._ends) == len(self._ranks) and len(self._got) == self._manifest.num_buckets
+        ):
+            link, event = self._next(
+                self._deadline, "buckets", "the weights did not come", heed=set(self._ranks.values())
+            )
+            self._raise_if_failed()
+            if link is None or not isinstance(event, Frame):
+                continue
+            if event.kind == MANIFEST:
+                self._grow(event, link)
+            elif event.kind == END:
+                self._end(event, link)
+            else:
+                raise BadFrame(f"a frame of kind {event.kind} in the middle of a sync", phase="buckets", peer=link.peer)
+
+    def _grow(self, frame: Frame, link: Link) -> None:
+        if self._whole or link is not self._ranks[0]:
+            raise BadFrame(
+                "a manifest after its end, or from a rank that has none to say", phase="manifest", peer=link.peer
+            )
+        with self._changed:
+            for entry in manifest.unpack(frame.meta, link.peer):
+                try:
+                    self._manifest.append(entry)
+                except ValueError as error:
+                    raise SyncError(str(error), phase="manifest", peer=link.peer, tensor=entry.name) from error
+            self._sink.extend()
+            if frame.flags:
+                if not self._manifest.entries:
+                    raise SyncError(
+                        "the sender has no tensor to send",
+                        phase="manifest",
+                        peer=link.peer,
+                        fix="a sync of nothing would leave old weights in use",
+                    )
+                self._sink.complete()
+                self._whole = True
+            self._changed.notify_all()
+
+    def _end(self, frame: Frame, link: Link) -> None:
+        assert link.hello is not None
+        end = frame.json()
+        if link.hello.rank in self._ends:
+            raise BadFrame("a rank ended twice", phase="buckets", peer=link.peer)
+        self._ends[link.hello.rank] = end
+        if link.hello.rank == 0:
+            if not self._whole:
+                raise BadFrame("the sender ended before its manifest did", phase="manifest", peer=link.peer)
+            if end.get("bytes") != self._manifest.num_bytes or end.get("tensors") != len(self._manifest.entries):
+                raise SyncError(
+                    f"the sender sent {end.get('tensors')} tensors of {end.get('bytes')} bytes, "
+                    f"{len(self._manifest.entries)} of {self._manifest.num_bytes} came",
+                    phase="manifest",
+                    peer=link.peer,
+                )
+
+    def _confirm(self) -> None:
+        """Say to each rank the digest of what came from it, in the order of its buckets."""
+        num_ranks = len(self._ranks)
+        for rank, link in self._ranks.items():
+            digest = xxhash.xxh3_64()
+            for bucket in range(rank, self._manifest.num_buckets, num_ranks):
+                digest.update(self._got[bucket].to_bytes(8, "little"))
+            link.send(CONFIRM, self.sync, value=digest.intdigest())
+
+    def _expect(self, kind: int, phase: str, ranks: set[int]) -> list[Frame]:
+        found: dict[int, Frame] = {}
+        limit = min(self._deadline, time.monotonic() + self._receiver.timeout_s)
+        while set(found) != ranks:
+            link, event = self._next(limit, phase, f"no {phase} came", heed=set(self._ranks.values()))
+            self._raise_if_failed()
+            if link is None or not isinstance(event, Frame):
+                continue
+            assert link.hello is not None
+            if event.kind != kind or event.sync != self.sync or link.hello.rank not in ranks:
+                raise BadFrame(f"a frame of kind {event.kind} instead of the {phase}", phase=phase, peer=link.peer)
+            found[link.hello.rank] = event
+        return [found[rank] for rank in sorted(ranks)]
+
+    def _next(self, limit: float, phase: str, what: str, *, heed: set[Link]) -> tuple[Link | None, Any]:
+        """The next event of a control connection; an error of one of ``heed`` is raised, others are forgotten."""
+        peers = ", ".join(sorted({link.peer for link in heed}))
+        while True:
+            left = limit - time.monotonic()
+            if left <= 0:
+                raise SyncError(f"{what} in time", phase=phase, peer=peers)
+            try:
+                link, event = self._receiver.events.get(timeout=min(left, 3600.0))
+            except queue.Empty:
+                continue
+            if link is None:
+                return None, None
+            if isinstance(event, BaseException):
+                if link in heed:
+                    raise (
+                        event
+                        if not isinstance(event, SyncError)
+                        else SyncError(event.problem, phase=phase, peer=link.peer)
+                    )
+                continue
+            if event.kind == ERROR and link in heed:
+                body = event.json()
+                raise SyncError(
+                    f"{link.peer} says: {body.get('error')}",
+                    phase=str(body.get("phase") or phase),
+                    peer=link.peer,
+                    tensor=str(body.get("tensor") or ""),
+                )
+            if event.kind == ERROR:
+                continue
+            return link, event
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # --- the data connections' threads ---
+
+    def take(self, link: Link, frame: Frame, ring: Ring | None) -> None:
+        """Read one bucket's bytes, verify them, and pass them on.
+
+        Raises:
+            SyncError: they are not what the manifest and the checksum say.
+        """
+        link.deadline = self._deadline
+        if frame.flags & IN_RING:
+            link.transport = "shm"
+        self.data_links.add(link)
+        self._wait_for_layout(frame.index, link)
+        begin = time.perf_counter()
+        slot, source, size = self._source(frame, ring, link)
+        if frame.flags & DELTA:
+            bucket, waited = self._take_delta(link, frame, source, size)
+        else:
+            bucket, waited = self._take_full(link, frame, source, size)
+        if slot >= 0:
+            link.send(RELEASE, self.sync, index=slot)
+        with self._changed:
+            self._wire_bytes += size
+            self._stages["receive"] += waited - begin
+            self._stages["unpack"] += time.perf_counter() - waited
+        for edge in self._edges:
+            edge.offer(bucket)
+        self._sink.done(frame.index)
+        with self._changed:
+            self._got[frame.index] = frame.checksum
+            complete = len(self._got) == self._manifest.num_buckets
+        if complete:
+            self._receiver.events.put((None, None))  # type: ignore[arg-type]
+
+    def _source(self, frame: Frame, ring: Ring | None, link: Link) -> tuple[int, memoryview | None, int]:
+        if not frame.flags & IN_RING:
+            return -1, None, frame.size
+        slot, size = frame.value >> 32, frame.value & 0xFFFFFFFF
+        if ring is None or slot >= ring.num_slots or size > ring.slot_bytes:
+            raise BadFrame("a bucket in shared memory that is not there", phase="buckets", peer=link.peer)
+        return slot, ring.slot(slot)[:size], size
+
+    def _take_full(self, link: Link, frame: Frame, source: memoryview | None, size: int) -> tuple[Bucket, float]:
+        if size != self._manifest.bucket_size(frame.index):
+            expected = self._manifest.bucket_size(frame.index)
+            raise BadFrame(
+                f"bucket {frame.index} has {size} bytes instead of {expected}", phase="buckets", peer=link.peer
+            )
+        parts = self._sink.parts(frame.index, self._raise_if_failed)
+        self.wrote = True
+        if source is None:
+            link.read_into(parts)
+            there = time.perf_counter()
+            found = memory.checksum(parts)
+        else:
+            there = time.perf_counter()
+            found = memory.checksum([source])
+            at = 0
+            for part in parts:
+                memory.copy(part, source[at : at + len(part)])
+                at += len(part)
+        if found != frame.checksum:
+            self._damaged(link, frame.index)
+        return Bucket(frame.index, parts, known=frame.checksum, keep=self._keep(frame.index)), there
+
+    def _take_delta(self, link: Link, frame: Frame, source: memoryview | None, size: int) -> tuple[Bucket, float]:
+        if self._mode != "delta" or size > self._manifest.bucket_size(frame.index):
+            raise BadFrame(f"bucket {frame.index} is a delta that was not agreed", phase="buckets", peer=link.peer)
+        payload = torch.empty(size, dtype=torch.uint8)
+        into = memory.view(payload)
+        if source is None:
+            link.read_into([into])
+        else:
+            memory.copy(into, source)
+        there = time.perf_counter()
+        if memory.checksum([into]) != frame.checksum:
+            self._damaged(link, frame.index)
+        self.wrote = True
+        self._apply(frame, payload, link)
+        return Bucket(frame.index, [into], flags=DELTA, meta=frame.meta, known=frame.checksum, keep=payload), there
+
+    def _apply(self, frame: Frame, payload: torch.Tensor, link: Link) -> None:
+        pieces = list(self._manifest.pieces(frame.index))
+        if len(frame.meta) != _DELTA_HEAD.size + len(pieces) * _DELTA_PIECE.size:
+            raise BadFrame(f"bucket {frame.index}: a delta of other pieces", phase="buckets", peer=link.peer)
+        (result,) = _DELTA_HEAD.unpack_from(frame.meta)
+        records = _DELTA_PIECE.iter_unpack(frame.meta[_DELTA_HEAD.size :])
+        at = changed = 0
+        for piece, (encoding, size) in zip(pieces, records, strict=True):
+            entry = self._manifest.entries[piece.tensor]
+            target = memory.as_bytes(self._sink.buffers[piece.tensor])[piece.start : piece.start + piece.size]
+            try:
+                changed += delta.apply(target, payload[at : at + size], encoding, min(entry.dtype.itemsize, 8))
+            except ValueError as error:
+                raise BadFrame(str(error), phase="buckets", peer=link.peer, tensor=entry.name) from error
+            at += size
+        if at != len(payload):
+            raise BadFrame(f"bucket {frame.index}: a delta with bytes left over", phase="buckets", peer=link.peer)
+        if memory.checksum(self._sink.parts(frame.index, self._raise_if_failed)) != result:
+            raise SyncError(
+                f"bucket {frame.index} differs from the sender's after its delta: the weights here were not its base",
+                phase="buckets",
+                peer=link.peer,
+                tensor=self._manifest.entries[pieces[0].tensor].name,
+                fix="the next sync sends all again; does anything else write to the receiver's tensors?",
+            )
+        with self._changed:
+            self._changes += changed
+
+    def _wait_for_layout(self, index: int, link: Link) -> None:
+        """Until the manifest covers the bucket; each is taken once."""
+        with self._changed:
+            while not self._whole and self._manifest.num_bytes < (index + 1) * self._manifest.bucket_bytes:
+                self._raise_if_failed()
+                if time.monotonic() > self._deadline:
+                    raise SyncError("a bucket came and its manifest did not", phase="manifest", peer=link.peer)
+                self._changed.wait(0.2)
+            self._raise_if_failed()
+            if index >= self._manifest.num_buckets or index in self._busy:
+                what = "came twice" if index in self._busy else f"of {self._manifest.num_buckets}"
+                raise BadFrame(f"bucket {index} {what}", phase="buckets", peer=link.peer)
+            self._busy.add(index)
+
+    def _keep(self, index: int) -> list[torch.Tensor]:
+        return [self._sink.buffers[piece.tensor] for piece in self._manifest.pieces(index)] if self._edges else []
+
+    def _damaged(self, link: Link, index: int) -> None:
+        names = [self._manifest.entries[piece.tensor].name for piece in self._manifest.pieces(index)]
+        raise SyncError(
+            f"bucket {index} arrived damaged: its checksum differs",
+            phase="buckets",
+            peer=link.peer,
+            tensor=", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+            fix="the link or the memory of one end is faulty; the next sync sends all again",
+        )
+
+
+def _checked(begin: dict[str, Any], link: Link) -> dict[str, Any]:
+    """A BEGIN frame's fields, each of its type.
+
+    Raises:
+        BadFrame: they are not.
+    """
+    for name, kind in (("ranks", int), ("version", int), ("base", int), ("sync", int)):
+        if not isinstance(begin.get(name), kind) or isinstance(begin[name], bool):
+            raise BadFrame(f"a beginning without its {name}", phase="begin", peer=link.peer)
+    if not 0 < begin["ranks"] <= MAX_RANKS or not 0 <= begin["sync"] < 1 << 63:
+        raise BadFrame("a beginning that makes no sense", phase="begin", peer=link.peer)
+    return begin

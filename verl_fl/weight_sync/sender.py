@@ -1,0 +1,508 @@
+"""The sending end: one rank of a trainer. It talks to every receiver, and sends bytes only where they must go."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import xxhash
+
+from verl_fl._errors import explain
+from verl_fl.weight_sync import delta as codec
+from verl_fl.weight_sync import manifest, memory, plan
+from verl_fl.weight_sync._errors import BadFrame, SyncError
+from verl_fl.weight_sync._secret import job_secret
+from verl_fl.weight_sync.edge import Bucket, Edge
+from verl_fl.weight_sync.incoming import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
+from verl_fl.weight_sync.link import (
+    BEGIN,
+    COMMIT,
+    CONFIRM,
+    CONTROL,
+    DELTA,
+    DONE,
+    END,
+    ERROR,
+    MANIFEST,
+    PLAN,
+    READY,
+    STATE,
+    Frame,
+    Hello,
+    Link,
+    dial,
+    host_id,
+    parse_address,
+)
+from verl_fl.weight_sync.outlets import TRANSPORTS, Below, Outlets
+from verl_fl.weight_sync.report import Report
+from verl_fl.weight_sync.source import Source, Weights
+from verl_fl.weight_sync.staging import Staging
+
+logger = logging.getLogger("verl_fl.weight_sync")
+
+BUCKET_BYTES = 1 << 20
+"""Stays in a core's cache between the checksum and the socket."""
+
+_ENTRIES_A_FRAME = 8192
+_DELTA_HEAD, _DELTA_PIECE = struct.Struct("<Q"), struct.Struct("<BI")
+
+
+class Sender:
+    """Sends weights to receivers, each byte over each host's link once.
+
+    Args:
+        addresses: of the receivers, ``tcp://host:port``; may be set anew between syncs.
+        secret: of the job; None: the environment's ``VERL_FL_SECRET``.
+        rank: of this sender among ``num_ranks``; every rank calls :meth:`send` with the same names in the same order,
+            and sends its share of the bytes.
+        transport: ``auto``, ``tcp``, ``unix`` or ``shm`` for all edges, or a mapping from an address to one of them.
+        topology: ``auto``, ``chain``, ``tree`` or ``star``: who passes weights on to whom.
+        lanes: sockets of each tcp or unix edge.
+        bucket_bytes: of each bucket; a multiple of 64.
+        delta: send only what changed to receivers that hold the last sync's weights. Costs a copy of this rank's share
+            of the model in host memory.
+        timeout_s: limit of every wait for a peer without progress.
+        sync_limit_s: limit of a whole sync.
+
+    Raises:
+        ValueError: an argument is none of its legal values.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        secret: bytes | str | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        transport: str | dict[str, str] = "auto",
+        topology: str = "auto",
+        lanes: int = 2,
+        bucket_bytes: int = BUCKET_BYTES,
+        delta: bool = False,
+        timeout_s: float = 60.0,
+        sync_limit_s: float = 1800.0,
+    ) -> None:
+        _check(rank, num_ranks, transport, topology, lanes, bucket_bytes)
+        self._secret = job_secret(secret)
+        self.rank, self.num_ranks = rank, num_ranks
+        self.transport, self.topology, self.bucket_bytes, self.delta = transport, topology, bucket_bytes, delta
+        self.timeout_s, self.sync_limit_s = timeout_s, sync_limit_s
+        self.session = secrets.token_bytes(16)
+        self._outlets = Outlets(self.session, rank, self._secret, lanes=lanes, timeout_s=timeout_s)
+        self._links: dict[str, Link] = {}
+        self._threads: list[threading.Thread] = []
+        self._events: queue.Queue[tuple[Link, Any]] = queue.Queue()
+        self._staging: dict[tuple, Staging] = {}
+        self._copy: dict[int, torch.Tensor] = {}
+        self._base = self._copy_digest = self._last_bytes = 0
+        self._busy = threading.Lock()
+        self.addresses = addresses
+
+    @property
+    def addresses(self) -> list[str]:
+        """The receivers; those that stay keep their connections."""
+        return self._addresses
+
+    @addresses.setter
+    def addresses(self, addresses: Sequence[str]) -> None:
+        for address in addresses:
+            parse_address(address)
+        if len(set(addresses)) != len(addresses):
+            raise ValueError(explain("a receiver is named twice", asked=", ".join(addresses)))
+        self._addresses = list(addresses)
+
+    def send(self, weights: Weights, version: int = 0) -> Report:
+        """Send a model to all receivers; returns when each of them has confirmed every byte.
+
+        Args:
+            weights: a mapping of names to tensors, which must not change meanwhile, or an iterable of pairs. What lies
+                in plain host memory is sent from where it is.
+            version: of the model, 0 or more; receivers report it.
+
+        Raises:
+            SyncError: a receiver failed or can't be reached; all receivers were told, and the next sync may be tried.
+            ValueError: the weights are no such pairs, or a name comes twice.
+        """
+        if not self._addresses:
+            raise ValueError(explain("there is no receiver to send to", fix="set `addresses`"))
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this sender is in a sync already; send() does one at a time")
+        sync = _Outgoing(self, version)
+        try:
+            return sync.run(weights)
+        except BaseException as error:
+            sync.stop(error)
+            self.close()
+            raise
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """Close all connections; the next :meth:`send` opens them again. Idempotent."""
+        self._outlets.close()
+        for link in self._links.values():
+            link.close()
+        for thread in self._threads:
+            thread.join(5.0)
+        self._links, self._threads, self._base = {}, [], 0
+        self._copy = {}
+
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _connect(self) -> dict[str, Link]:
+        """Control connections to all receivers, those that are still open kept."""
+        for address in [a for a in self._links if a not in self._addresses]:
+            self._links.pop(address).close()
+        new = [address for address in self._addresses if address not in self._links]
+        if new:
+            hello = Hello(CONTROL, self.session, self.rank)
+            with ThreadPoolExecutor(min(len(new), 16), "verl-fl-dial") as pool:
+                dialed = list(
+                    pool.map(lambda a: _attempt(lambda: dial(a, hello, self._secret, self.timeout_s)[0]), new)
+                )
+            for address, link in zip(new, dialed, strict=True):
+                if isinstance(link, Link):
+                    self._links[address] = link
+                    thread = threading.Thread(target=self._listen, args=(link,), name="verl-fl-control", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+            for link in dialed:
+                if isinstance(link, BaseException):
+                    raise link
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return {address: self._links[address] for address in self._addresses}
+
+    def _listen(self, link: Link) -> None:
+        try:
+            while True:
+                self._events.put((link, link.receive(idle_s=None)))
+        except BaseException as error:
+            self._events.put((link, error))
+
+
+class _Outgoing:
+    """The state of one sync."""
+
+    def __init__(self, sender: Sender, version: int) -> None:
+        self._sender, self._version = sender, version
+        self._sync = secrets.randbits(62) + 1
+        self._begin = time.perf_counter()
+        self._deadline = time.monotonic() + sender.sync_limit_s
+        self._links: dict[str, Link] = {}
+        self._edges: list[Edge] = []
+        self._error: BaseException | None = None
+        self._modes: dict[str, str] = {}
+        self._transports: dict[str, str] = {}
+        self._changed = 0
+
+    def run(self, weights: Weights) -> Report:
+        """From the first word to the last."""
+        sender = self._sender
+        self._links = sender._connect()
+        for link in self._links.values():
+            link.deadline = self._deadline
+        body = {"ranks": sender.num_ranks, "version": self._version, "base": sender._base, "sync": self._sync}
+        self._tell(BEGIN, body)
+        states = self._agree() if sender.rank == 0 else self._follow()
+        source = Source(
+            sender.bucket_bytes,
+            rank=sender.rank,
+            num_ranks=sender.num_ranks,
+            dtypes=_wanted(states),
+            staging=sender._staging,
+            grown=self._grown,
+            wait=self._look,
+        )
+        sent: list[Bucket] = []
+        for bucket in source.buckets(weights):
+            self._prepare(bucket, source)
+            for edge in self._edges:
+                edge.offer(bucket)
+            sent.append(bucket)
+            bucket.drop()
+            self._look()
+        for edge in self._edges:
+            edge.finish()
+        self._look()
+        return self._finish(source, sent)
+
+    def stop(self, error: BaseException) -> None:
+        """Tell every receiver why there will be no more."""
+        for edge in self._edges:
+            edge.abort()
+        said = error.problem if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
+        for link in self._links.values():
+            try:
+                link.deadline = time.monotonic() + 1
+                link.send(
+                    ERROR,
+                    self._sync,
+                    {
+                        "error": said[:4000],
+                        "phase": getattr(error, "phase", "send"),
+                        "tensor": getattr(error, "tensor", ""),
+                    },
+                )
+            except (SyncError, OSError):
+                pass  # it is gone, and learns of the failure by that
+
+    # --- the plan ---
+
+    def _agree(self) -> list[dict[str, Any]]:
+        """Ask every receiver what it holds, decide who gets what from whom, and tell."""
+        sender = self._sender
+        states = {a: _checked_state(f.json(), a) for a, f in self._expect(STATE, "begin").items()}
+        modes = {
+            a: "delta" if sender.delta and sender._base and s["base"] == sender._base else "full"
+            for a, s in states.items()
+        }
+        seen = [plan.Seen(self._below(a, s), modes[a], s["speed"]) for a, s in states.items()]
+        above = plan.parents(
+            seen, host_id(), topology=sender.topology, num_bytes=sender._last_bytes, bucket_bytes=sender.bucket_bytes
+        )
+        ends = {s.below.address: s.below for s in seen}
+        wants = [state["dtypes"] for state in states.values()]
+        for address, link in self._links.items():
+            link.send(
+                PLAN,
+                self._sync,
+                {
+                    "bucket_bytes": sender.bucket_bytes,
+                    "mode": modes[address],
+                    "root": above[address] is None,
+                    "below": [ends[a].as_dict() for a, parent in above.items() if parent == address],
+                    "wants": wants,
+                },
+            )
+        self._modes = modes
+        self._expect(READY, "plan")
+        self._open([ends[a] for a, parent in above.items() if parent is None])
+        return wants
+
+    def _follow(self) -> list[dict[str, Any]]:
+        """Ranks other than 0 learn from the receivers what rank 0 has decided."""
+        plans = {address: frame.json() for address, frame in self._expect(PLAN, "plan").items()}
+        self._modes = {address: str(found["mode"]) for address, found in plans.items()}
+        first = next(iter(plans.values()))
+        if first["bucket_bytes"] != self._sender.bucket_bytes:
+            raise SyncError(
+                f"rank 0 cuts buckets of {first['bucket_bytes']} bytes, this rank of {self._sender.bucket_bytes}",
+                phase="plan",
+            )
+        self._open([self._below(a, found["me"]) for a, found in plans.items() if found["root"]])
+        return first["wants"]
+
+    def _below(self, address: str, state: dict[str, Any]) -> Below:
+        chosen = self._sender.transport
+        chosen = chosen if isinstance(chosen, str) else chosen.get(address, "auto")
+        return Below(address, str(state["host"]), str(state["unix"]), chosen)
+
+    def _open(self, roots: list[Below]) -> None:
+        self._edges, self._transports = self._sender._outlets.edges(
+            roots, self._sync, self._sender.bucket_bytes, self._deadline, self._failed, self._modes
+        )
+
+    # --- the bytes ---
+
+    def _grown(self, entries: list[manifest.Entry], whole: bool) -> None:
+        if self._sender.rank:
+            return
+        for low in range(0, max(len(entries), 1), _ENTRIES_A_FRAME):
+            last = whole and low + _ENTRIES_A_FRAME >= len(entries)
+            self._tell(MANIFEST, manifest.pack(entries[low : low + _ENTRIES_A_FRAME]), flags=int(last))
+
+    def _prepare(self, bucket: Bucket, source: Source) -> None:
+        if not self._sender.delta:
+            return
+        if self._sender._base and any(edge.delta for edge in self._edges):
+            bucket.delta = Bucket(bucket.index, [], flags=DELTA)
+            bucket.prepare = functools.partial(self._encode, bucket)
+        else:
+            self._sender._base = 0
+            bucket.prepare = functools.partial(self._remember, bucket)
+
+    def _remember(self, bucket: Bucket) -> None:
+        kept = self._sender._copy.get(bucket.index)
+        if kept is None or kept.numel() != bucket.size:
+            kept = self._sender._copy[bucket.index] = torch.empty(bucket.size, dtype=torch.uint8)
+        into, at = memory.view(kept), 0
+        for part in bucket.parts:
+            memory.copy(into[at : at + len(part)], part)
+            at += len(part)
+
+    def _encode(self, bucket: Bucket) -> None:
+        """Make the bucket's delta from the copy of what was confirmed, and the copy what the bucket is."""
+        assert bucket.delta is not None
+        old, used = self._sender._copy[bucket.index], 0
+        out = torch.empty(codec.bound(bucket.size) + 8 * len(bucket.pieces), dtype=torch.uint8)
+        records = []
+        for piece, itemsize, offset in bucket.pieces:
+            encoding, size, changed = codec.encode(piece, old[offset : offset + piece.numel()], itemsize, out[used:])
+            records.append(_DELTA_PIECE.pack(encoding, size))
+            used += size
+            self._changed += changed
+        bucket.delta.parts, bucket.delta.size, bucket.delta.keep = [memory.view(out)[:used]], used, out
+        bucket.delta.meta = _DELTA_HEAD.pack(memory.checksum(bucket.parts)) + b"".join(records)
+
+    # --- the end ---
+
+    def _finish(self, source: Source, sent: list[Bucket]) -> Report:
+        sender = self._sender
+        found = source.manifest
+        self._tell(END, {"tensors": len(found.entries), "bytes": found.num_bytes, "buckets": len(sent)})
+        digests = {}
+        for mode in set(self._modes.values()):
+            digest = xxhash.xxh3_64()
+            for bucket in sent:
+                digest.update(bucket.ready(delta=mode == "delta").checksum().to_bytes(8, "little"))
+            digests[mode] = digest.intdigest()
+        for address, frame in self._expect(CONFIRM, "confirm").items():
+            if frame.value != digests[self._modes[address]]:
+                raise SyncError("it confirmed other bytes than were sent", phase="confirm", peer=address)
+        self._tell(COMMIT)
+        self._expect(DONE, "commit")
+        sender._base = self._sync if sender.delta else 0
+        sender._last_bytes = found.num_bytes
+        modes = set(self._modes.values())
+        elements = sum(e.num_bytes // e.dtype.itemsize for e in found.entries if e.alias_of < 0) / sender.num_ranks
+        report = Report(
+            version=self._version,
+            mode=modes.pop() if len(modes) == 1 else "mixed",
+            num_tensors=len(found.entries),
+            num_bytes=found.num_bytes,
+            wire_bytes=sum(edge.sent_bytes for edge in self._edges),
+            seconds=time.perf_counter() - self._begin,
+            changed=self._changed / max(elements, 1) if "delta" in self._modes.values() else 1.0,
+            edges=dict(self._transports),
+            overflowed=dict(source.overflowed),
+            stages=source.seconds | {"send": sum(edge.busy_s for edge in self._edges)},
+        )
+        if report.overflowed:
+            logger.warning(
+                "weight sync: the cast to the receiver's dtype made finite values infinite: %s", report.overflowed
+            )
+        return report
+
+    # --- frames ---
+
+    def _tell(self, kind: int, body: dict[str, Any] | bytes = b"", **fields: int) -> None:
+        for link in self._links.values():
+            link.send(kind, self._sync, body, **fields)
+
+    def _expect(self, kind: int, phase: str) -> dict[str, Frame]:
+        """One frame of this kind from every receiver."""
+        found: dict[str, Frame] = {}
+        by_link = {link: address for address, link in self._links.items()}
+        limit = min(self._deadline, time.monotonic() + self._sender.timeout_s)
+        while len(found) < len(self._links):
+            left = limit - time.monotonic()
+            if left <= 0:
+                silent = ", ".join(sorted(set(self._links) - set(found)))
+                raise SyncError(f"no answer in {self._sender.timeout_s:g} s", phase=phase, peer=silent)
+            try:
+                link, event = self._sender._events.get(timeout=left)
+            except queue.Empty:
+                continue
+            self._raise(link, event, phase)
+            if link not in by_link or event.sync not in (self._sync, 0):
+                continue
+            if event.kind != kind:
+                raise BadFrame(f"a frame of kind {event.kind} came instead of {kind}", phase=phase, peer=link.peer)
+            found[by_link[link]] = event
+        return found
+
+    def _look(self) -> None:
+        """Raise if a receiver has given up or a thread has failed; waits for nothing."""
+        while not self._sender._events.empty():
+            link, event = self._sender._events.get()
+            self._raise(link, event, "buckets")
+        if self._error is not None:
+            # The peer that broke the connection may have said why on the other one.
+            time.sleep(0.05)
+            while not self._sender._events.empty():
+                self._raise(*self._sender._events.get(), "buckets", only_said=True)
+            raise self._error
+
+    def _raise(self, link: Link, event: Any, phase: str, *, only_said: bool = False) -> None:
+        if link not in self._links.values():
+            return
+        if isinstance(event, Frame) and event.kind == ERROR:
+            body = event.json()
+            raise SyncError(
+                f"{link.peer} says: {body.get('error')}",
+                phase=str(body.get("phase") or phase),
+                peer=link.peer,
+                tensor=str(body.get("tensor") or ""),
+            )
+        if isinstance(event, BaseException) and not only_said:
+            problem = event.problem if isinstance(event, SyncError) else str(event)
+            raise SyncError(problem, phase=phase, peer=link.peer) from event
+
+    def _failed(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        for edge in self._edges:
+            edge.abort()
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+def _wanted(states: list[dict[str, Any]]) -> dict[str, torch.dtype]:
+    """What each tensor is cast to: what every receiver that names it wants; where they differ, nothing."""
+    found: dict[str, set[str]] = {}
+    for state in states:
+        for name, dtype in state.items():
+            found.setdefault(name, set()).add(dtype)
+    return {
+        name: getattr(torch, next(iter(dtypes)))
+        for name, dtypes in found.items()
+        if len(dtypes) == 1 and isinstance(getattr(torch, next(iter(dtypes)), None), torch.dtype)
+    }
+
+
+def _checked_state(state: dict[str, Any], peer: str) -> dict[str, Any]:
+    kinds = {"base": int, "speed": (int, float), "dtypes": dict, "host": str, "unix": str}
+    if not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):  # type: ignore[arg-type]
+        raise BadFrame("a state that makes no sense", phase="begin", peer=peer)
+    return state
+
+
+def _check(rank: int, num_ranks: int, transport: Any, topology: str, lanes: int, bucket_bytes: int) -> None:
+    if not 0 <= rank < num_ranks:
+        raise ValueError(explain("no such rank", asked=f"rank {rank} of {num_ranks}", legal="0 <= rank < num_ranks"))
+    for value in [transport] if isinstance(transport, str) else transport.values():
+        if value not in TRANSPORTS:
+            raise ValueError(explain("no such transport", asked=repr(value), legal=", ".join(TRANSPORTS)))
+    if topology not in plan.TOPOLOGIES:
+        raise ValueError(explain("no such topology", asked=repr(topology), legal=", ".join(plan.TOPOLOGIES)))
+    if not 1 <= lanes <= 64:
+        raise ValueError(explain("no such number of lanes", asked=lanes, legal="1 to 64", fix="2 suits most links"))
+    if not MIN_BUCKET_BYTES <= bucket_bytes <= MAX_BUCKET_BYTES or bucket_bytes % manifest.ALIGN:
+        raise ValueError(
+            explain(
+                "no such size of a bucket",
+                asked=f"bucket_bytes={bucket_bytes}",
+                legal=f"a multiple of {manifest.ALIGN} from {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}",
+                fix=f"{BUCKET_BYTES} suits most machines",
+            )
+        )
