@@ -32,6 +32,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define CHUNK 2048 /* elements whose changed places are listed before they are encoded; a multiple of 512 */
+#define AHEAD 8192 /* bytes */
 
 enum { SAME, FULL, LIST, BITMAP, STEPS };
 enum { BAD_ENCODING = 1, BAD_SIZE, BAD_ORDER, BAD_INDEX, BAD_PADDING, TRUNCATED };
@@ -107,6 +108,10 @@ INLINE int compare(const uint8_t *a, const uint8_t *b, int64_t size, uint8_t *bi
     uint64_t any = 0, mask;
     int64_t at = 0;
     for (; at + 64 <= size; at += 64, bitmap += share) {
+        /* Processors stop fetching ahead at the end of a page and while a chunk is encoded. Beyond the piece's end a
+         * prefetch does nothing. */
+        __builtin_prefetch((const void *)((uintptr_t)a + at + AHEAD));
+        __builtin_prefetch((const void *)((uintptr_t)b + at + AHEAD));
         any |= mask = differing_elements(a + at, b + at, w);
         memcpy(bitmap, &mask, share);
     }
@@ -276,11 +281,6 @@ INLINE int64_t encode(const uint8_t *new, uint8_t *old, int64_t n, uint8_t *out,
     for (int64_t start = 0; start < elements; start += CHUNK) {
         const int64_t count = elements - start < CHUNK ? elements - start : CHUNK;
         if (!compare(new + w * start, old + w * start, w * count, bitmap + start / 8, w)) continue;
-        /* Where this chunk changed the next one will have, and be written: fetch it while this one is encoded. */
-        for (int64_t at = w * (start + CHUNK); at < n && at < w * (start + 2 * CHUNK); at += 64) {
-            __builtin_prefetch(new + at);
-            __builtin_prefetch(old + at, 1);
-        }
         const int64_t found = list(bitmap + start / 8, (count + 63) / 64, places);
         changed += found;
         const int is_inside = w * (start + CHUNK) + 4 <= n;
