@@ -35,6 +35,7 @@ lint: install-dev  ## Style, formatting, types.
 bench: install  ## Run the benchmarks; MODEL=PATH (a folder or .gguf of SmolLM2-135M) adds those that need a real model.
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/platform_cost.py
+	$(BIN)/python benchmarks/delta_codec.py
 	$(BIN)/python benchmarks/agreement.py
 	@if [ -n "$(MODEL)" ]; then $(BIN)/python benchmarks/rollout.py --model "$(MODEL)" && \
 		$(BIN)/python benchmarks/grpo_step.py --model "$(MODEL)"; \

@@ -10,17 +10,29 @@
 #error "the delta codec is written for little-endian processors"
 #endif
 
-#if defined(DELTA_PORTABLE) /* for tests: what a processor without these instructions runs */
-#undef __AVX512BW__
-#undef __AVX2__
-#undef __BMI2__
+/* What this processor can do; tests ask for less. Decided before immintrin.h, which changes what is defined. */
+#ifndef DELTA_LEVEL
+#define DELTA_LEVEL 2
 #endif
-#if defined(__AVX512BW__) || defined(__AVX2__) || defined(__BMI2__)
+#if DELTA_LEVEL >= 1 && defined(__AVX2__)
+#define USE_AVX2
+#endif
+#if DELTA_LEVEL >= 1 && defined(__BMI2__)
+#define USE_BMI2
+#endif
+#if DELTA_LEVEL >= 2 && defined(__AVX512BW__)
+#define USE_AVX512
+#endif
+#if DELTA_LEVEL >= 2 && defined(__AVX512BW__) && defined(__AVX512VBMI2__)
+#define USE_AVX512_COMPRESS
+#endif
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define CHUNK 2048 /* elements whose changed places are listed before they are encoded; a multiple of 512 */
+#define AHEAD 8192 /* bytes */
 
 enum { SAME, FULL, LIST, BITMAP, STEPS };
 enum { BAD_ENCODING = 1, BAD_SIZE, BAD_ORDER, BAD_INDEX, BAD_PADDING, TRUNCATED };
@@ -40,14 +52,15 @@ INLINE uint32_t load32(const uint8_t *p) {
 
 /* Bit i: byte i of 64 differs. */
 INLINE uint64_t differing_bytes(const uint8_t *a, const uint8_t *b) {
-#if defined(__AVX512BW__)
+#if defined(USE_AVX512)
     return _mm512_cmpneq_epi8_mask(_mm512_loadu_si512(a), _mm512_loadu_si512(b));
-#elif defined(__AVX2__)
-    uint64_t low = (uint32_t)_mm256_movemask_epi8(
-        _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i *)a), _mm256_loadu_si256((const __m256i *)b)));
-    uint64_t high = (uint32_t)_mm256_movemask_epi8(
-        _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i *)(a + 32)), _mm256_loadu_si256((const __m256i *)(b + 32))));
-    return ~(high << 32 | low);
+#elif defined(USE_AVX2)
+    uint64_t equal[2];
+    for (int i = 0; i < 2; i++) {
+        const __m256i x = _mm256_loadu_si256((const __m256i *)a + i), y = _mm256_loadu_si256((const __m256i *)b + i);
+        equal[i] = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, y));
+    }
+    return ~(equal[1] << 32 | equal[0]);
 #else
     uint64_t x[8], any = 0, mask = 0;
     for (int i = 0; i < 8; i++) any |= x[i] = load(a + 8 * i, 8) ^ load(b + 8 * i, 8);
@@ -62,7 +75,7 @@ INLINE uint64_t differing_bytes(const uint8_t *a, const uint8_t *b) {
 
 /* Bit i of the result: bit 2i or 2i + 1 of m. */
 INLINE uint64_t halved(uint64_t m) {
-#if defined(__BMI2__)
+#if defined(USE_BMI2)
     return _pext_u64(m | m >> 1, 0x5555555555555555);
 #else
     m = (m | m >> 1) & 0x5555555555555555;
@@ -95,6 +108,10 @@ INLINE int compare(const uint8_t *a, const uint8_t *b, int64_t size, uint8_t *bi
     uint64_t any = 0, mask;
     int64_t at = 0;
     for (; at + 64 <= size; at += 64, bitmap += share) {
+        /* Processors stop fetching ahead at the end of a page and while a chunk is encoded. Beyond the piece's end a
+         * prefetch does nothing. */
+        __builtin_prefetch((const void *)((uintptr_t)a + at + AHEAD));
+        __builtin_prefetch((const void *)((uintptr_t)b + at + AHEAD));
         any |= mask = differing_elements(a + at, b + at, w);
         memcpy(bitmap, &mask, share);
     }
@@ -108,7 +125,20 @@ INLINE int compare(const uint8_t *a, const uint8_t *b, int64_t size, uint8_t *bi
     return any != 0;
 }
 
-/* Lists the bits that are set in `words` words, ascending; `places` has room for 64 * words + 8. */
+#if defined(USE_AVX512_COMPRESS)
+static const uint8_t numbers[64] = {
+    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+    16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+    32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
+    48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63,
+};
+
+INLINE void store_places(uint16_t *places, __m256i bits, int base) {
+    _mm512_storeu_si512(places, _mm512_add_epi16(_mm512_cvtepu8_epi16(bits), _mm512_set1_epi16(base)));
+}
+#endif
+
+/* Lists the bits that are set in `words` words, ascending; `places` has room for 64 * words. */
 INLINE int64_t list(const uint8_t *bitmap, int64_t words, uint16_t *places) {
     int64_t count = 0;
     for (int64_t i = 0; i < words; i++) {
@@ -116,20 +146,76 @@ INLINE int64_t list(const uint8_t *bitmap, int64_t words, uint16_t *places) {
         if (!m) continue;
         uint16_t *next = places + count;
         count += __builtin_popcountll(m);
-        /* Eight at a time, whether there are eight or not: no branch to guess wrong. What is too much is overwritten. */
+#if defined(USE_AVX512_COMPRESS)
+        const __m512i bits = _mm512_maskz_compress_epi8(m, _mm512_loadu_si512(numbers));
+        store_places(next, _mm512_castsi512_si256(bits), 64 * i);
+        if (next + 32 < places + count) store_places(next + 32, _mm512_extracti64x4_epi64(bits, 1), 64 * i);
+#else
+        /* Eight at a time, whether there are eight or not: no branch to guess wrong. The surplus is overwritten. */
         do {
             for (int k = 0; k < 8; k++, m &= m - 1) *next++ = 64 * i + __builtin_ctzll(m | 1ull << 63);
         } while (m);
+#endif
     }
     return count;
 }
 
+#if defined(USE_AVX512_COMPRESS)
+/* Sixteen tokens at once where each of them has one to three bytes; returns how many bytes, or 0 where some need more.
+ * `previous` is the place before the first; new and old can be read for four bytes at each place. */
+INLINE int64_t sixteen_steps(const uint8_t *new, const uint8_t *old, const uint16_t *places, int64_t previous,
+                             uint8_t *out, const int w) {
+    const __m512i one = _mm512_set1_epi32(1), unused = _mm512_set1_epi32(32 - 8 * w);
+    const __m512i place = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)places));
+    const __m512i before = _mm512_mask_mov_epi32(_mm512_alignr_epi32(place, place, 15), 1, _mm512_set1_epi32(previous));
+    const __m512i gap = _mm512_sub_epi32(_mm512_sub_epi32(place, before), one);
+    const __m512i at = _mm512_sllv_epi32(place, _mm512_set1_epi32(w / 2));
+    __m512i step = _mm512_sub_epi32(_mm512_i32gather_epi32(at, new, 1), _mm512_i32gather_epi32(at, old, 1));
+    step = _mm512_srav_epi32(_mm512_sllv_epi32(step, unused), unused);
+    const __mmask16 unit = _mm512_cmpeq_epi32_mask(_mm512_abs_epi32(step), one);
+    const __m512i beyond = _mm512_sub_epi32(gap, _mm512_set1_epi32(SHORT_GAPS));
+    const __mmask16 is_short = unit & _mm512_cmplt_epu32_mask(gap, _mm512_set1_epi32(SHORT_GAPS));
+    const __mmask16 is_medium = unit & _mm512_cmplt_epu32_mask(gap, _mm512_set1_epi32(MEDIUM_GAPS));
+    const __mmask16 is_near = _mm512_cmplt_epu32_mask(gap, _mm512_set1_epi32(256));
+    const __m512i shifted = _mm512_add_epi32(step, _mm512_set1_epi32(128));
+    const __mmask16 is_step = _mm512_cmplt_epu32_mask(shifted, _mm512_set1_epi32(256));
+    if ((is_medium | (is_near & is_step)) != 0xFFFF) return 0;
+    /* Each lane is 252, gap, step, of which the lowest three bytes count, or a shorter token. */
+    const __m512i down = _mm512_srli_epi32(step, 31);
+    __m512i token = _mm512_add_epi32(_mm512_set1_epi32(STEP), _mm512_slli_epi32(gap, 8));
+    token = _mm512_add_epi32(token, _mm512_slli_epi32(step, 16));
+    __m512i two = _mm512_add_epi32(down, _mm512_slli_epi32(_mm512_srli_epi32(beyond, 8), 1));
+    two = _mm512_add_epi32(two, _mm512_slli_epi32(_mm512_and_si512(beyond, _mm512_set1_epi32(255)), 8));
+    token = _mm512_mask_add_epi32(token, unit, two, _mm512_set1_epi32(MEDIUM));
+    token = _mm512_mask_add_epi32(token, is_short, _mm512_slli_epi32(gap, 1), down);
+    __m512i ends = _mm512_set1_epi32(0x00FFFFFF);
+    ends = _mm512_mask_mov_epi32(ends, unit, _mm512_set1_epi32(0x0000FFFF));
+    ends = _mm512_mask_mov_epi32(ends, is_short, _mm512_set1_epi32(0x000000FF));
+    const __mmask64 used = _mm512_movepi8_mask(ends);
+    _mm512_storeu_si512(out, _mm512_maskz_compress_epi8(used, token));
+    return __builtin_popcountll(used);
+}
+#endif
+
 /* Appends one token for each of the changed places of a chunk that starts at element `start`; `*next` is the element
- * after the last token's. NULL once `out` has reached `end`: then the tokens are no shorter than the data. */
+ * after the last token's. `is_inside`: four bytes can be read at each place. NULL once `out` has reached `end`: then
+ * the tokens are no shorter than the data. */
 INLINE uint8_t *steps(const uint8_t *new, const uint8_t *old, int64_t start, const uint16_t *places, int64_t count,
-                      int64_t *next, uint8_t *out, const uint8_t *end, const int w) {
+                      int64_t *next, uint8_t *out, const uint8_t *end, int is_inside, const int w) {
     int64_t expected = *next;
+    (void)is_inside;
     for (int64_t i = 0; i < count; i++) {
+#if defined(USE_AVX512_COMPRESS)
+        while (w <= 4 && is_inside && i + 16 <= count && out + 64 <= end) {
+            const int64_t before = expected - 1 - start;
+            const int64_t size = sixteen_steps(new + w * start, old + w * start, places + i, before, out, w);
+            if (!size) break;
+            expected = start + places[i + 15] + 1;
+            out += size;
+            i += 16;
+        }
+        if (i == count) break;
+#endif
         if (out >= end) return NULL;
         const int64_t element = start + places[i];
         const int64_t gap = element - expected;
@@ -191,17 +277,21 @@ INLINE int64_t encode(const uint8_t *new, uint8_t *old, int64_t n, uint8_t *out,
     uint8_t *const bitmap = out + n + 16;
     uint8_t *tokens = out;
     int64_t changed = 0, next = 0;
-    uint16_t places[CHUNK + 8];
+    uint16_t places[CHUNK];
     for (int64_t start = 0; start < elements; start += CHUNK) {
         const int64_t count = elements - start < CHUNK ? elements - start : CHUNK;
         if (!compare(new + w * start, old + w * start, w * count, bitmap + start / 8, w)) continue;
         const int64_t found = list(bitmap + start / 8, (count + 63) / 64, places);
         changed += found;
-        if (tokens) tokens = steps(new, old, start, places, found, &next, tokens, out + n, w);
-        for (int64_t i = 0; i < found; i++) {
-            const int64_t at = w * (start + places[i]);
-            memcpy(old + at, new + at, w);
-        }
+        const int is_inside = w * (start + CHUNK) + 4 <= n;
+        if (tokens) tokens = steps(new, old, start, places, found, &next, tokens, out + n, is_inside, w);
+        if (found * 32 > count)
+            memcpy(old + w * start, new + w * start, w * count);
+        else
+            for (int64_t i = 0; i < found; i++) {
+                const int64_t at = w * (start + places[i]);
+                memcpy(old + at, new + at, w);
+            }
     }
     const int64_t sizes[] = {0, n, changed * (4 + w), (elements + 7) / 8 + changed * w, tokens ? tokens - out : n};
     int best = changed ? FULL : SAME;

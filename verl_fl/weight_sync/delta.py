@@ -60,8 +60,16 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MEDIUM, _STEP, _VALUE, _FAR_STEP, _FAR_VALUE = 224, 252, 253, 254, 255
 _SHORT_GAPS, _MEDIUM_GAPS = 112, 3696
 _MAX_ELEMENTS = 1 << 32
-_REASONS = ("", "unknown encoding", "wrong size", "indices not ascending", "element out of range", "padding bits set")
-_REASONS += ("truncated token",)
+_REASONS = (
+    "nothing",
+    "unknown encoding",
+    "wrong size",
+    "indices not ascending",
+    "element out of range",
+    "padding bits set",
+    "truncated token",
+)
+"""By the numbers that ``delta.c`` gives them."""
 _BAD_SIZE, _BAD_ORDER, _BAD_INDEX, _BAD_PADDING, _TRUNCATED = range(2, 7)
 
 _Result = ctypes.c_int64 * 2
