@@ -1,10 +1,11 @@
-"""For each check of the kit a platform that breaks exactly that: what the check is worth."""
+"""For each check of the kit platforms that break exactly that: what the check is worth."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import types
 
 import torch
 
@@ -169,6 +170,127 @@ class Dtypes(_Broken):
     fault = "bf16"
 
 
+class CountsInWords(SimX):
+    def ray_noset_envvars(self):
+        return "RAY_EXPERIMENTAL_NOSET_SIMX_VISIBLE_DEVICES"
+
+
+class AnswersForAll(SimX):
+    def supports(self, feature):
+        return self.features.get(feature, (True, "why not"))
+
+
+class AlwaysAvailable(SimX):
+    def is_available(self):
+        return True
+
+
+class OneIndex(SimX):
+    def device_index(self, reported_id):
+        return 0
+
+
+class SortsTheMask(SimX):
+    def adopt_mask(self, environ=None):
+        ids = super().adopt_mask(environ)
+        return None if ids is None else sorted(ids)
+
+
+class UuidIsTheIndex(SimX):
+    def get_device_uuid(self, device_id):
+        return f"SIMX-{device_id}"
+
+
+class UuidChanges(SimX):
+    def get_device_uuid(self, device_id):
+        return f"{super().get_device_uuid(device_id)}-{id(object())}-{os.urandom(4).hex()}"
+
+
+class AsksForGpus(SimX):
+    def ray_resource_options(self, num_gpus):
+        return {"num_gpus": num_gpus}
+
+
+class NoProfiler(SimX):
+    def profiler_start(self):
+        raise RuntimeError("the profiler is not installed")
+
+
+class StaysWhereItIs(SimX):
+    def set_device(self, device_index):
+        if not 0 <= device_index < self.device_count():
+            raise ValueError(device_index)
+
+
+class ForgetsThePeak(_Module):
+    @staticmethod
+    def changes(module):
+        return {"max_memory_allocated": lambda device=None: module.memory_allocated(device)}
+
+
+class KeepsThePeak(_Module):
+    @staticmethod
+    def changes(module):
+        return {"reset_peak_memory_stats": lambda device=None: None}
+
+
+class NeverShrinks(_Module):
+    @staticmethod
+    def changes(module):
+        return {"memory_allocated": lambda device=None: module.max_memory_allocated(device)}
+
+
+class SwapsFreeAndTotal(_Module):
+    @staticmethod
+    def changes(module):
+        return {"mem_get_info": lambda device=None: module.mem_get_info(device)[::-1]}
+
+
+class TellsTooLittleMemory(_Module):
+    @staticmethod
+    def changes(module):
+        return {"get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=1 << 20)}
+
+
+class SeedsTheHostToo(SimX):
+    def manual_seed(self, seed):
+        torch.manual_seed(seed)
+
+
+class SeedsNobody(SimX):
+    def manual_seed_all(self, seed):
+        pass
+
+
+class OldState(_Module):
+    @staticmethod
+    def changes(module):
+        state = module.get_rng_state()
+        return {"get_rng_state": lambda device=None: state}
+
+
+class OneStream(SimX):
+    def current_stream(self):
+        return self.device_module.default_stream()
+
+
+class WaitsForOneStream(SimX):
+    def synchronize(self, device_index=None):
+        self.current_stream().synchronize()
+
+
+class SlowCurrentDevice(SimX):
+    def current_device(self):
+        for _ in range(400):
+            torch.get_num_threads()
+        return super().current_device()
+
+
+class NoHostHalf(SimX):
+    def process_group_backend(self):
+        return "simxccl"
+
+
 class _State:
     def __init__(self, tensor):
         self.tensor = tensor
@@ -208,32 +330,32 @@ class NativeRollout(_Broken):
 
 
 MUTANTS = {
-    "names": Names,
-    "contract": Contract,
-    "features": Features,
-    "probe": ProbeFollowsTheMask,
-    "visibility": Visibility,
-    "mask-errors": MaskErrors,
-    "uuid": Uuid,
-    "ray-resource": RayResource,
-    "profiling": Profiling,
-    "device-selection": DeviceSelection,
-    "errors": Errors,
-    "memory-figures": MemoryFigures,
-    "out-of-memory": OutOfMemory,
-    "rng-seed": RngSeed,
-    "rng-seed-all": RngSeedAll,
-    "rng-state": RngState,
-    "copies": Copies,
-    "pinned-copy": PinnedCopy,
-    "streams": Streams,
-    "synchronize": Synchronize,
-    "dtypes": Dtypes,
-    "checkpoint": Checkpoint,
-    "call-cost": CallCost,
-    "backend-string": BackendString,
-    "collectives": Collectives,
-    "fsdp2-step": Fsdp2Step,
-    "native-rollout": NativeRollout,
+    "names": (Names,),
+    "contract": (Contract, CountsInWords),
+    "features": (Features, AnswersForAll),
+    "probe": (ProbeFollowsTheMask, ProbeLoadsTheSdk),
+    "visibility": (Visibility, AlwaysAvailable, OneIndex),
+    "mask-errors": (MaskErrors, SortsTheMask),
+    "uuid": (Uuid, UuidIsTheIndex, UuidChanges),
+    "ray-resource": (RayResource, AsksForGpus),
+    "profiling": (Profiling, NoProfiler),
+    "device-selection": (DeviceSelection, StaysWhereItIs),
+    "errors": (Errors,),
+    "memory-figures": (MemoryFigures, ForgetsThePeak, KeepsThePeak, NeverShrinks, SwapsFreeAndTotal),
+    "out-of-memory": (OutOfMemory, TellsTooLittleMemory),
+    "rng-seed": (RngSeed, SeedsTheHostToo),
+    "rng-seed-all": (RngSeedAll, SeedsNobody),
+    "rng-state": (RngState, OldState),
+    "copies": (Copies,),
+    "dtypes": (Dtypes,),
+    "checkpoint": (Checkpoint,),
+    "call-cost": (CallCost, SlowCurrentDevice),
+    "pinned-copy": (PinnedCopy,),
+    "streams": (Streams, OneStream),
+    "synchronize": (Synchronize, WaitsForOneStream),
+    "backend-string": (BackendString, NoHostHalf),
+    "collectives": (Collectives,),
+    "fsdp2-step": (Fsdp2Step,),
+    "native-rollout": (NativeRollout,),
 }
 """The check that each of them, and nothing else, fails."""

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from verl_fl.platform.manager import platform_classes
 from verl_fl.testing.conformance import matrix, runner
 from verl_fl.testing.conformance.report import Report, Result
@@ -35,14 +37,38 @@ def report(simulated, **verdicts):
 def test_a_skipped_check_is_not_a_run_and_a_failed_one_is_not_hidden():
     line = row(matrix.matrix([report(False, memory="passed", streams="skipped", training="failed")]), "cuda: H200")
     cells = dict(zip(matrix.groups(), line.split(" | ")[1:], strict=False))
-    assert (cells["memory"], cells["streams"], cells["training"]) == ("ran", "not run", "failed")
+    assert (cells["memory"], cells["streams"], cells["training"]) == ("ran 1 of 3", "not run", "failed")
     simulated = row(matrix.matrix([report(True, memory="passed")]), "cuda: H200")
-    assert " simulated " in simulated and " ran " not in simulated
+    assert " simulated 1 of 3 " in simulated and " ran " not in simulated
+
+
+def test_a_column_that_one_device_can_not_prove_is_not_said_to_have_run():
+    results = [
+        Result(name="backend-string", verdict="passed", seconds=0, message="", why="", group="collectives"),
+        Result(name="collectives", verdict="skipped", seconds=0, message="one device", why="", group="collectives"),
+    ]
+    one = report(False)
+    one.results = results
+    cells = dict(zip(matrix.groups(), row(matrix.matrix([one]), "cuda: H200").split(" | ")[1:], strict=False))
+    assert cells["collectives"] == "ran 1 of 2"
+
+
+def test_each_chip_of_a_vendor_has_its_row_whatever_it_is_called():
+    other = report(False, memory="failed")
+    other.platform["chip"] = "A100 | 80\nGB"
+    page = matrix.matrix([report(False, memory="passed"), other])
+    assert "ran" in row(page, "cuda: H200") and "failed" in row(page, "cuda: A100 / 80 GB")
+    assert row(page, "cuda: A100").count(" | ") == row(page, "cuda: H200").count(" | ")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": 1}', '{"schema": 1, "target": "t", "results": []}'])
+def test_a_file_that_is_no_report_is_named(tmp_path, text):
+    (tmp_path / "chip.json").write_text(text)
+    with pytest.raises(ValueError, match=r"no conformance report(?s:.*)asked: \S+chip.json\n  do: "):
+        matrix.reports(tmp_path)
 
 
 def test_a_report_survives_its_file_and_another_schema_is_refused():
-    import pytest
-
     one = report(True, memory="passed", streams="skipped")
     assert Report.from_json(one.to_json()) == one
     with pytest.raises(ValueError, match="schema 1"):

@@ -9,13 +9,14 @@ from typing import Any
 __all__ = ["conformance_tests"]
 
 
-def conformance_tests(target: str, *, timeout_s: float = 120.0) -> Callable[..., None]:
+def conformance_tests(target: str | type, *, timeout_s: float = 120.0) -> Callable[..., None]:
     """A test function for pytest with one case for each check; assign it to a name that starts with ``test_``.
 
-    The kit runs once, when the first case does. A check that is skipped is a skipped test, with its reason.
+    The kit runs once, when the first case does. A check that is skipped is a skipped test, with its reason; where the
+    target can't be asked at all, each case fails with that reason.
 
     Args:
-        target: ``package.module:Class`` or ``path/to/file.py:Class``.
+        target: ``package.module:Class`` or ``path/to/file.py:Class``, or the class.
         timeout_s: limit of each check.
     """
     import pytest
@@ -23,14 +24,20 @@ def conformance_tests(target: str, *, timeout_s: float = 120.0) -> Callable[...,
     from verl_fl.testing.conformance import CHECKS
 
     @functools.cache
-    def results() -> dict[str, Any]:
+    def results() -> dict[str, Any] | Exception:
         from verl_fl.testing.conformance import runner
 
-        return {result.name: result for result in runner.run(target, timeout_s=timeout_s).results}
+        try:
+            return {result.name: result for result in runner.run(target, timeout_s=timeout_s).results}
+        except (runner.Unusable, ValueError) as error:  # kept: asking again for each case would hang again for each
+            return error
 
     @pytest.mark.parametrize("check", list(CHECKS))
     def test(check: str) -> None:
-        result = results()[check]
+        found = results()
+        if isinstance(found, Exception):
+            pytest.fail(str(found), pytrace=False)
+        result = found[check]
         if result.verdict == "skipped":
             pytest.skip(result.message)
         if result.verdict == "failed":

@@ -47,6 +47,29 @@ def load(target: str) -> type[Platform]:
     return check_class(found)
 
 
+def spell(target: str | type) -> str:
+    """The target's name for another process; a class is named by its module, or by its file where that is no module.
+
+    Raises:
+        ValueError: another process can't find the class.
+    """
+    if isinstance(target, str):
+        return target
+    module, name = sys.modules.get(target.__module__), target.__qualname__
+    file = getattr(module, "__verl_fl_file__", None)
+    if target.__module__ == "__main__":
+        file = file or getattr(module, "__file__", None)
+    if "<locals>" in name or (target.__module__ == "__main__" and file is None):
+        raise ValueError(
+            explain(
+                f"another process can't find {target.__module__}.{name}",
+                legal="a class that stands at the top of a module or a file",
+                fix="move it there: the kit runs in processes of its own",
+            )
+        )
+    return f"{file or target.__module__}:{name}"
+
+
 def _from_file(path: str) -> ModuleType:
     file = Path(path).resolve()
     name = f"verl_fl_target_{file.stem}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from verl_fl._errors import explain
 from verl_fl.testing.conformance import CHECKS, runner
 from verl_fl.testing.conformance.report import Report, Result
 
@@ -24,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", metavar="FILE", help="write the report as JSON; - is standard output")
     made.add_argument("--junit", metavar="FILE", help="write the report as JUnit XML")
     made.add_argument("--timeout", type=float, default=120.0, metavar="S", help="limit of each check (default 120 s)")
+    made.add_argument("--within", type=float, default=math.inf, metavar="S", help="limit of the whole run (none)")
     made.add_argument("--list", action="store_true", help="show the checks and why each is made")
     return made
 
@@ -36,15 +39,31 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{check.name}: {check.why}")
         return 0
     try:
-        target = options.target or _detected()
+        _need_folders(options.json, options.junit)
         report = runner.run(
-            target, only=options.only, skip=options.skip, timeout_s=options.timeout, tell=_progress(options.json)
+            options.target or _detected(),
+            only=options.only,
+            skip=options.skip,
+            timeout_s=options.timeout,
+            within_s=options.within,
+            tell=_progress(options.json),
         )
     except (runner.Unusable, ValueError) as error:
         print(f"verl-fl conformance: {error}", file=sys.stderr)
         return 2
     _write(report, options.json, options.junit)
     return 0 if report.passed else 1
+
+
+def _need_folders(*files: str | None) -> None:
+    """Minutes of checking are not lost to a wrong path.
+
+    Raises:
+        ValueError: one of the files lies in no folder.
+    """
+    for file in files:
+        if file and not Path(file).absolute().parent.is_dir():
+            raise ValueError(explain("the report can't be written: there is no such folder", asked=file))
 
 
 def _detected() -> str:

@@ -17,6 +17,9 @@ class Skip(Exception):
     """The check can't be made here, or the platform says that it lacks what is asked."""
 
 
+Question = Callable[[Platform], str | None]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
     """One named question to a platform."""
@@ -30,8 +33,8 @@ class Check:
     group: str
     """The column of the support matrix."""
 
-    run: Callable[[Platform], None]
-    """Asks it of an instance; raises :class:`Failed` or :class:`Skip`, or returns."""
+    run: Question
+    """Asks it of an instance; raises :class:`Failed` or :class:`Skip`, or returns what a pass rests on."""
 
     processes: int = 0
     """Fresh Python processes it starts: 0 runs in the kit's own."""
@@ -44,12 +47,10 @@ CHECKS: dict[str, Check] = {}
 """All checks by name, in the order they run."""
 
 
-def check(
-    why: str, *, group: str, processes: int = 0, needs: tuple[str, ...] = ()
-) -> Callable[[Callable[[Platform], None]], Callable[[Platform], None]]:
+def check(why: str, *, group: str, processes: int = 0, needs: tuple[str, ...] = ()) -> Callable[[Question], Question]:
     """Decorate a check; its name is the function's."""
 
-    def add(run: Callable[[Platform], None]) -> Callable[[Platform], None]:
+    def add(run: Question) -> Question:
         name = run.__name__.replace("_", "-")
         assert name not in CHECKS, name
         CHECKS[name] = Check(name=name, why=why, group=group, run=run, processes=processes, needs=needs)

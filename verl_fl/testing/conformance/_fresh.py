@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_fl.platform.base import Platform
+from verl_fl.testing._target import spell
+from verl_fl.testing.conformance import _limit, _place
 from verl_fl.testing.conformance._check import Failed
-
-_LIMIT_S = 60.0
 
 
 def ask(platform: Platform, code: str, *, mask: str | None) -> Any:
@@ -27,18 +27,20 @@ def ask(platform: Platform, code: str, *, mask: str | None) -> Any:
     if mask is not None:
         env[platform.visible_devices_envvar()] = mask
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-        target = f"{origin(type(platform))}:{type(platform).__qualname__}"
+        target, limit = spell(type(platform)), _limit.left()
         script = (
+            f"import faulthandler\nfaulthandler.dump_traceback_later({limit * 0.9})\n"
             "import json, sys\nfrom verl_fl.testing._target import load\n"
             f"cls = load({target!r})\n{code}\njson.dump(answer, open({file.name!r}, 'w'))\n"
         )
         command = [sys.executable, "-c", script]
         try:
             done = subprocess.run(
-                command, env=env, capture_output=True, text=True, timeout=_LIMIT_S, cwd=os.getcwd(), check=False
+                command, env=env, capture_output=True, errors="replace", timeout=limit, cwd=os.getcwd(), check=False
             )
-        except subprocess.TimeoutExpired:
-            raise Failed(f"a fresh process with mask {mask!r} did not answer in {_LIMIT_S:g} s") from None
+        except subprocess.TimeoutExpired as late:
+            place = _place.stuck((late.stderr or b"").decode(errors="replace"))
+            raise Failed(f"a fresh process with mask {mask!r} did not answer in {limit:.0f} s{place}") from None
         if done.returncode != 0:
             raise Failed(
                 f"a fresh process with mask {mask!r} ended with status {done.returncode}: {_said(done.stderr)}"
@@ -52,10 +54,3 @@ def _said(stderr: str) -> str:
         (match.start() for match in re.finditer(r"^[\w.]*(Error|Exception|Exit)\b", stderr, re.M)), default=None
     )
     return stderr[start:].strip() if start is not None else (stderr.strip().splitlines() or ["(it said nothing)"])[-1]
-
-
-def origin(cls: type) -> str:
-    """Where another process finds the class: its module, or its file where that is no module of a package."""
-    module = sys.modules[cls.__module__]
-    loaded_from_file = getattr(module, "__verl_fl_file__", None)
-    return loaded_from_file or cls.__module__

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import TextIO
 
 from verl_fl.platform.base import Platform
+from verl_fl.testing._target import spell
+from verl_fl.testing.conformance import _limit, _place
 from verl_fl.testing.conformance._check import Failed
-from verl_fl.testing.conformance._fresh import origin
 
-_LIMIT_S = 90.0
+_START = "import sys; from verl_fl.testing.conformance import _pair; _pair.entry(sys.argv[1:])"
+_FOUND, _RAISED = "conformance found: ", "conformance was ended by: "
 
 
 def world_size(platform: Platform) -> int:
@@ -22,55 +27,67 @@ def world_size(platform: Platform) -> int:
 
 
 def run(platform: Platform, body: str, argument: str = "") -> None:
-    """Run ``rank_<body>`` of ``training.py`` on every rank.
+    """Run ``rank_<body>`` of ``collectives.py`` or ``training.py`` on every rank.
 
     Raises:
         Failed: a rank raised, ended or hung; with what it said last.
     """
-    size = world_size(platform)
-    target = f"{origin(type(platform))}:{type(platform).__qualname__}"
+    size, limit = world_size(platform), _limit.left()
     with (
         tempfile.TemporaryDirectory() as folder,
-        open(f"{folder}/0.log", "w+") as first,
-        open(f"{folder}/1.log", "w+") as second,
+        open(f"{folder}/0.log", "w+", errors="replace") as first,
+        open(f"{folder}/1.log", "w+", errors="replace") as second,
     ):
         logs = [first, second][:size]
-        command = [sys.executable, "-m", "verl_fl.testing.conformance._pair", target, body, f"{folder}/store"]
+        command = [sys.executable, "-c", _START, spell(type(platform)), body, f"{folder}/store"]
+        command.append(str(time.monotonic() + limit))  # a clock that all processes of a machine share
         ranks = [
             subprocess.Popen([*command, str(rank), argument], stdout=log, stderr=subprocess.STDOUT)
             for rank, log in enumerate(logs)
         ]
         try:
-            _wait(ranks, logs, body)
+            _wait(ranks, logs, body, limit)
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
 
 
-def _wait(ranks: list[subprocess.Popen], logs: list, body: str) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    while any(process.poll() is None for process in ranks):
+def _wait(ranks: list[subprocess.Popen], logs: Sequence[TextIO], body: str, limit: float) -> None:
+    deadline = time.monotonic() + limit
+    while any(process.poll() is None for process in ranks) and not any(process.poll() for process in ranks):
         if time.monotonic() > deadline:
-            raise Failed(f"{body} did not end in {_LIMIT_S:g} s")
-        if any(process.poll() for process in ranks):
-            break
+            hung = [f"rank {r}: it hung{_place.stuck(_text(logs[r]))}" for r, p in enumerate(ranks) if p.poll() is None]
+            raise Failed("\n".join([f"{body} did not end in {limit:.0f} s", *hung]))
         time.sleep(0.05)
-    for rank, (process, log) in enumerate(zip(ranks, logs, strict=True)):
-        if process.poll():
-            log.seek(0)
-            said = log.read()
-            _, marked, message = said.rpartition("FAILED: ")
-            last = message if marked else (said.strip().splitlines() or ["(it said nothing)"])[-1]
-            raise Failed(f"rank {rank}: {last.strip()}")
+    ended = [(rank, process.returncode, _text(logs[rank])) for rank, process in enumerate(ranks) if process.poll()]
+    if ended:  # the rank that found a wrong number, not the one that has then lost its peer
+        rank, status, said = max(ended, key=lambda rank: _FOUND in rank[2])
+        raise Failed(f"rank {rank}: {_last_words(status, said)}")
 
 
-def main(target: str, body: str, store: str, rank: str, argument: str) -> None:
+def _text(log: TextIO) -> str:
+    log.seek(0)
+    return log.read()
+
+
+def _last_words(status: int, said: str) -> str:
+    for mark in (_FOUND, _RAISED):
+        if mark in said:
+            return said.rpartition(mark)[2].strip()
+    last = _place.before(said)
+    return f"it ended with status {status}" + (f"; it said last: {last}" if last else "") + _place.stuck(said)
+
+
+def main(target: str, body: str, store: str, end: str, rank: str, argument: str) -> None:
     """One rank."""
+    faulthandler.enable()
+    left = float(end) - time.monotonic()
+    faulthandler.dump_traceback_later(left * 0.9)
     import torch.distributed as dist
 
     from verl_fl.testing._target import load
-    from verl_fl.testing.conformance import training
+    from verl_fl.testing.conformance import collectives, training
 
     platform = load(target)()
     if platform.device_name != "cpu":
@@ -85,15 +102,21 @@ def main(target: str, body: str, store: str, rank: str, argument: str) -> None:
         init_method=where,
         rank=int(rank),
         world_size=world_size(platform),
-        timeout=timedelta(seconds=_LIMIT_S / 2),
+        timeout=timedelta(seconds=left * 2),  # the kit ends a hang sooner, and says where each rank was
     )
-    getattr(training, f"rank_{body}")(platform, int(rank), argument)
+    run_body = {"collectives": collectives.rank_collectives, "fsdp2": training.rank_fsdp2}[body]
+    run_body(platform, int(rank), argument)
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def entry(arguments: list[str]) -> None:
+    """The process of one rank; it ends without a word from the threads of torch or of an SDK."""
     try:
-        main(*sys.argv[1:])
-    except Exception as error:
-        print(f"FAILED: {error if isinstance(error, Failed) else f'{type(error).__name__}: {error}'}", flush=True)
+        main(*arguments)
+    except Failed as problem:
+        print(f"{_FOUND}{problem}", flush=True)
         os._exit(1)  # a rank that waits for the other would otherwise keep this one alive
+    except Exception as error:
+        print(f"{_RAISED}{type(error).__name__}: {error}{_place.raised(error)}", flush=True)
+        os._exit(1)
+    os._exit(0)  # the work is done, and at the interpreter's end a thread of torch aborts it now and then

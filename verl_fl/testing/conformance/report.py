@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from xml.etree import ElementTree
@@ -21,7 +22,7 @@ class Result:
     """``passed``, ``failed`` or ``skipped``."""
     seconds: float
     message: str
-    """Why it failed or was skipped; empty where it passed."""
+    """Why it failed or was skipped; of a pass, what it rests on where that is less than it might be."""
     why: str
     """What goes wrong in a training where it fails."""
     group: str
@@ -33,12 +34,15 @@ class Report:
 
     target: str
     platform: dict[str, str] = field(default_factory=dict)
-    """``name``, ``vendor``, ``device``, ``chip`` (the device's own name), ``devices``."""
+    """``name``, ``vendor``, ``device``, ``chip`` (the device's own name), ``devices``, ``memory`` in bytes, ``sdk``,
+    ``torch_build``."""
     simulated: bool = False
     date: str = ""
     verl_fl: str = ""
     torch: str = ""
     python: str = ""
+    machine: str = ""
+    """Operating system, processor and cores."""
     results: list[Result] = field(default_factory=list)
 
     def count(self, verdict: str) -> int:
@@ -61,17 +65,17 @@ class Report:
         Raises:
             ValueError: it is of another schema.
         """
-        data: dict[str, Any] = json.loads(text)
-        if data.pop("schema", None) != SCHEMA:
+        data: Any = json.loads(text)
+        if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
             raise ValueError(f"not a conformance report of schema {SCHEMA}")
-        data.pop("passed")
+        data.pop("passed", None)
         return cls(**{**data, "results": [Result(**result) for result in data["results"]]})
 
     def to_junit(self) -> str:
         """JUnit's XML, as build servers read it."""
         suite = ElementTree.Element(
             "testsuite",
-            name=f"verl-fl conformance of {self.target}",
+            name=f"verl-fl conformance of {_printable(self.target)}",
             tests=str(len(self.results)),
             failures=str(self.count("failed")),
             skipped=str(self.count("skipped")),
@@ -80,11 +84,13 @@ class Report:
         )
         for result in self.results:
             case = ElementTree.SubElement(
-                suite, "testcase", classname=self.target, name=result.name, time=f"{result.seconds:.3f}"
+                suite, "testcase", classname=_printable(self.target), name=result.name, time=f"{result.seconds:.3f}"
             )
             if result.verdict != "passed":
                 tag = "failure" if result.verdict == "failed" else "skipped"
-                ElementTree.SubElement(case, tag, message=result.message.splitlines()[0]).text = result.message
+                message = _printable(result.message) or "no reason was given"
+                text = f"{message}\nwhy it matters: {result.why}" if tag == "failure" else message
+                ElementTree.SubElement(case, tag, message=message.splitlines()[0]).text = text
         return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
 
     def to_table(self) -> str:
@@ -93,10 +99,10 @@ class Report:
         lines = [self.headline()] if self.platform else []
         for result in self.results:
             lines.append(f"{_MARKS[result.verdict]}  {result.name:<{width}}  {result.seconds:6.2f} s")
-            if result.verdict == "skipped":
-                lines[-1] += f"  {' '.join(result.message.split())}"
+            if result.verdict != "failed" and result.message:
+                lines[-1] += f"  {' '.join(_printable(result.message).split())}"
             elif result.verdict == "failed":
-                lines += [f"      {line}" for line in result.message.splitlines()]
+                lines += [f"      {line}" for line in _printable(result.message).splitlines()]
                 lines.append(f"      why it matters: {result.why}")
         counts = ", ".join(f"{self.count(verdict)} {verdict}" for verdict in VERDICTS)
         return "\n".join([*lines, f"{self.target}: {counts}"])
@@ -106,6 +112,11 @@ class Report:
         about = self.platform
         kind = "simulated" if self.simulated else "real"
         return f"{about['name']} ({about['vendor']}), {about['devices']} x {about['chip']}, {kind}; torch {self.torch}"
+
+
+def _printable(text: str) -> str:
+    """Without what XML forbids and a terminal would obey: a driver's message may hold anything."""
+    return re.sub(r"[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 _MARKS = {"passed": "ok  ", "failed": "FAIL", "skipped": "skip"}
