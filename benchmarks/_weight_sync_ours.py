@@ -34,10 +34,8 @@ class Fl(Endpoint):
 
         address = ""
         if not self.idle:
-            self.receiver = Receiver(self.job.tensors, secret=SECRET)
+            self.receiver = Receiver(self.job.tensors, secret=SECRET, host=self.job.host)
             address = self.receiver.address
-            if self.job.netns:  # a host of its own: its one address is the network's
-                address = f"tcp://{self.job.host}:{address.rpartition(':')[2]}"
         self.job.tell(address)
 
     def open_sender(self) -> None:

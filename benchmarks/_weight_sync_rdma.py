@@ -22,7 +22,9 @@ class Nixl(Endpoint):
         os.environ["UCX_TLS"] = self.transports  # read when the agent makes its UCX context
         os.environ["UCX_NET_DEVICES"] = "lo"
         name = f"{type(self).__name__}-{self.job.role}-{self.job.rank}"
-        self.agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        # Without its progress thread, which would spin on a core while other methods have their turn; the loops below
+        # drive both ends.
+        self.agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self.storages = payloads.storages(self.job.tensors)
         self.memory = self.agent.register_memory(self.storages)
 
@@ -47,6 +49,7 @@ class Nixl(Endpoint):
     def send(self, variant: str) -> None:
         states = [self.agent.transfer(transfer, b"done") for transfer in self.transfers]
         while "PROC" in states:
+            os.sched_yield()
             states = [self.agent.check_xfer_state(transfer) for transfer in self.transfers]
         if "ERR" in states:
             raise RuntimeError("NIXL reports a failed transfer")
@@ -56,6 +59,7 @@ class Nixl(Endpoint):
 
         deadline = time.monotonic() + self.job.timeout_s
         while not self.agent.get_new_notifs():
+            os.sched_yield()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no notification of NIXL in {self.job.timeout_s:g} s")
 
