@@ -114,10 +114,6 @@ class Cluster:
         """Every sender changes its values, in the same way."""
         return self._all("", "change", how, who=self.senders)
 
-    def wipe(self) -> None:
-        """Every receiver's tensors are zero."""
-        self._all("", "wipe", who=self.receivers)
-
     def sync(self, method: str, variant: str) -> float:
         """Seconds of one transfer."""
         receivers = list(self.receivers)
@@ -284,10 +280,6 @@ class _Worker:
             self.adamw.toggle()
             return None
         return self.adamw.step()
-
-    def wipe(self) -> None:
-        for view in payloads.storages(self.job.tensors):
-            view.zero_()
 
     def sync(self, method: str, variant: str) -> tuple[float, float]:
         endpoint = self.endpoints[method]

@@ -21,19 +21,19 @@ LR = 1e-6
 
 
 def measure(
-    payload: payloads.Payload, repeats: int, timeout_s: float, model: str, delta_steps: int
+    names: list[str], payload: payloads.Payload, repeats: int, timeout_s: float, model: str, delta_steps: int
 ) -> Iterator[Result]:
     """One result a scenario: the seconds of each way, the ratio, or the reason why there is none."""
-    scenarios: list[tuple[str, Callable[[], Result]]] = [
-        ("relay", lambda: _relay(payload, repeats, timeout_s)),
-        ("senders", lambda: _senders(payload, repeats, timeout_s)),
-        ("delta", lambda: _delta(payload, repeats, timeout_s, model, delta_steps)),
-    ]
-    for name, run in scenarios:
+    scenarios: dict[str, Callable[[], Result]] = {
+        "relay": lambda: _relay(payload, repeats, timeout_s),
+        "senders": lambda: _senders(payload, repeats, timeout_s),
+        "delta": lambda: _delta(payload, repeats, timeout_s, model, delta_steps),
+    }
+    for name in names:
         print(f"== {name}: {payload.name}, {payload.size_bytes / 1e6:.0f} MB", file=sys.stderr)
         result: Result = {"scenario": name, "payload": payload.name, "payload_bytes": payload.size_bytes}
         try:
-            yield {**result, **run()}
+            yield {**result, **scenarios[name]()}
         except MethodFailed as failure:
             yield {**result, "ratio": None, "reason": str(failure)}
 
@@ -69,7 +69,7 @@ def _delta(payload: payloads.Payload, repeats: int, timeout_s: float, model: str
         jobs[0].model = model
         with cluster(jobs) as processes:
             processes.open("fl:full")
-            processes.open("fl:delta", delta=True)
+            processes.open("fl:delta", delta=True, own=True)
             _both(processes)  # connections are warm, and the receiver has what the changes start from
             (first_share,) = processes.change(lr=LR, toggle=False)
             first = [_both(processes)]
@@ -90,16 +90,10 @@ def _delta(payload: payloads.Payload, repeats: int, timeout_s: float, model: str
 
 
 def _both(processes: Cluster) -> tuple[float, float]:
-    """Seconds of a full sync and of a delta sync to the same values, each verified.
-
-    The two share the receiver's tensors: the delta comes first, while they still hold what it starts from; they are
-    wiped before the full sync, which then leaves what the next delta starts from.
-    """
-    delta = processes.sync("fl:delta", "")
-    processes.verify("fl:delta")
-    processes.wipe()
-    full = processes.sync("fl:full", "")
+    """Seconds of a full sync and of a delta sync to the same values, each into its own tensors and verified."""
+    full, delta = (processes.sync(method, "") for method in ("fl:full", "fl:delta"))
     processes.verify("fl:full")
+    processes.verify("fl:delta")
     return full, delta
 
 

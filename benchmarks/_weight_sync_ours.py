@@ -17,16 +17,25 @@ class Fl(Endpoint):
         receivers: how many of the receivers take part; all where None.
         senders: how many of the senders take part.
         delta: only changes travel.
+        own: the receivers have a set of tensors for this use alone; a receiver whose tensors others wrote to has
+            nothing that a delta could start from.
         transport: as ``Sender`` names it.
     """
 
     def __init__(
-        self, job: Any, receivers: int | None = None, senders: int = 1, delta: bool = False, transport: str = "tcp"
+        self,
+        job: Any,
+        receivers: int | None = None,
+        senders: int = 1,
+        delta: bool = False,
+        own: bool = False,
+        transport: str = "tcp",
     ) -> None:
         self.num_receivers = job.num_receivers if receivers is None else receivers
         self.num_senders, self.delta, self.transport = senders, delta, transport
         self.idle = job.rank >= (senders if job.is_sender else self.num_receivers)
         self.version = 0
+        self.tensors = payloads.make(job.payload, None) if own and not job.is_sender else job.tensors
         super().__init__(job)
 
     def open_receiver(self) -> None:
@@ -34,7 +43,7 @@ class Fl(Endpoint):
 
         address = ""
         if not self.idle:
-            self.receiver = Receiver(self.job.tensors, secret=SECRET, host=self.job.host)
+            self.receiver = Receiver(self.tensors, secret=SECRET, host=self.job.host)
             address = self.receiver.address
         self.job.tell(address)
 
@@ -54,14 +63,14 @@ class Fl(Endpoint):
     def send(self, variant: str) -> None:
         self.version += 1
         if not self.idle:
-            self.sender.send(self.job.tensors, version=self.version)
+            self.sender.send(self.tensors, version=self.version)
 
     def receive(self, variant: str) -> None:
         if not self.idle:
             self.receiver.receive(timeout_s=self.job.timeout_s)
 
     def received(self) -> list[payloads.Tensors]:
-        return [] if self.idle else super().received()
+        return [] if self.idle or self.job.is_sender else [self.tensors]
 
     def close(self) -> None:
         for side in ("sender", "receiver"):

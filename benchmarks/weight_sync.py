@@ -38,6 +38,7 @@ from _weight_sync_ray import own_ray
 
 Row = dict[str, Any]
 DEFAULT = [name for name in methods.METHODS if name != "fl"]
+SCENARIOS = ["relay", "senders", "delta"]
 PACKAGES = ("verl-fl", "torch", "ray", "pyzmq", "nixl", "mooncake-transfer-engine", "xxhash")
 PACKAGES += ("mooncake-transfer-engine-non-cuda",)  # the same library under the name of its build without CUDA
 ENVIRONMENT = {
@@ -146,11 +147,9 @@ def links(arguments: argparse.Namespace) -> dict[str, Any]:
     import _weight_sync_links
 
     payload = payloads.PAYLOADS[arguments.payloads[0]]
-    found = list(
-        _weight_sync_links.measure(
-            payload, arguments.repeats, arguments.timeout, arguments.model, arguments.delta_steps
-        )
-    )
+    names = arguments.links or SCENARIOS
+    limits = (arguments.repeats, arguments.timeout)
+    found = list(_weight_sync_links.measure(names, payload, *limits, arguments.model, arguments.delta_steps))
     return {"links": found, "checks": checks.of_links(found)}
 
 
@@ -173,7 +172,13 @@ def parse() -> argparse.Namespace:
         "--methods", nargs="+", choices=DEFAULT, default=DEFAULT, metavar="NAME", help=f"of {' '.join(DEFAULT)}"
     )
     parser.add_argument("--timeout", type=float, default=60, help="seconds that one step of a method may take")
-    parser.add_argument("--links", action="store_true", help="1 Gbit/s links between namespaces: relay, senders, delta")
+    parser.add_argument(
+        "--links",
+        nargs="*",
+        choices=SCENARIOS,
+        metavar="NAME",
+        help="instead: over 1 Gbit/s links between namespaces, of relay senders delta; all where none is named",
+    )
     parser.add_argument(
         "--model",
         default="",
@@ -187,9 +192,9 @@ def parse() -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be {least} or more")
     if min(arguments.receivers) < 1:
         parser.error(f"--receivers has {min(arguments.receivers)}; each number must be 1 or more")
-    if arguments.model and not arguments.links:
+    if arguments.model and arguments.links is None:
         parser.error("--model is for --links; the values of the other payloads do not matter")
-    if arguments.links:
+    if arguments.links is not None:
         import _netns
 
         if reason := _netns.unavailable():
@@ -202,7 +207,7 @@ def main() -> None:
     arguments = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and namespaces are taken down
     os.environ.update(ENVIRONMENT)
-    result = links(arguments) if arguments.links else loopback(arguments)
+    result = loopback(arguments) if arguments.links is None else links(arguments)
     checks.print_tables(result)
     _common.report({**result, "repeats": arguments.repeats, "machine": machine()}, PACKAGES)
 
