@@ -238,6 +238,7 @@ class _Worker:
         self.job, self.pipe = job, pipe
         self.endpoints: dict[str, Any] = {}
         self.adamw: payloads.AdamW | None = None
+        self.masters: list[Any] = []
         self.version = 0
         self.answer("make", [])
 
@@ -260,7 +261,7 @@ class _Worker:
         torch.set_num_threads(1)  # two processes or more share the cores; spinning OpenMP threads slow all of them
         job = self.job
         if job.is_sender and job.model:
-            job.tensors = payloads.load(job.payload, job.model)
+            job.tensors, self.masters = payloads.load(job.payload, job.model)
         else:
             job.tensors = payloads.make(job.payload, 0 if job.is_sender else None)
 
@@ -275,7 +276,7 @@ class _Worker:
             payloads.change(self.job.tensors, self.version)
             return None
         if self.adamw is None:
-            self.adamw = payloads.AdamW(self.job.tensors, how["lr"])
+            self.adamw = payloads.AdamW(self.job.tensors, self.masters, how["lr"])
         if how["toggle"]:
             self.adamw.toggle()
             return None

@@ -105,23 +105,29 @@ def make(payload: Payload, seed: int | None) -> Tensors:
     return tensors
 
 
-def load(payload: Payload, path: str) -> Tensors:
-    """The same tensors with a real model's values, from a Hugging Face folder or a .gguf file.
+def load(payload: Payload, path: str) -> tuple[Tensors, list[Any]]:
+    """The same tensors with a real model's values, from a Hugging Face folder or a .gguf file; and the values in fp32,
+    which a quantized file has more of than bfloat16 holds.
 
     Raises:
         ValueError: the model has other names or shapes than the payload.
     """
+    import threading
+
     import _common
     import torch
+    import tqdm
 
-    state = {name: value.detach().clone() for name, value in _common.load_model(path, "bfloat16").named_parameters()}
-    wrong = [name for name, shape in payload.shapes().items() if tuple(state.get(name, torch.empty(0)).shape) != shape]
+    tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker's quick end would leak
+    masters = {name: value.detach().clone() for name, value in _common.load_model(path, "float32").named_parameters()}
+    empty = torch.empty(0)
+    wrong = [name for name, shape in payload.shapes().items() if tuple(masters.get(name, empty).shape) != shape]
     if wrong:
         raise ValueError(f"--model {path!r} is no {payload.name}: {wrong[:3]} missing or of another shape")
-    tensors = {name: state[name] for name in payload.shapes()}
+    tensors = {name: masters[name].bfloat16() for name in payload.shapes()}
     if payload.tied:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    return tensors
+    return tensors, [masters[name] for name in payload.shapes()]
 
 
 def storages(tensors: Tensors) -> list[Any]:
@@ -162,13 +168,17 @@ def digest(tensors: Tensors) -> str:
 
 
 class AdamW:
-    """Real optimizer steps: fp32 master weights of the tensors, dense random gradients, the result rounded to them."""
+    """Real optimizer steps: fp32 master weights, dense random gradients, the result rounded to the tensors.
 
-    def __init__(self, tensors: Tensors, lr: float) -> None:
+    Args:
+        masters: in the order of the storages; none: the tensors' own values.
+    """
+
+    def __init__(self, tensors: Tensors, masters: list[Any], lr: float) -> None:
         import torch
 
         self.tensors = list({tensor.data_ptr(): tensor for tensor in tensors.values()}.values())
-        self.masters = [tensor.float().requires_grad_() for tensor in self.tensors]
+        self.masters = [value.requires_grad_() for value in masters or [tensor.float() for tensor in self.tensors]]
         self.generator = torch.Generator().manual_seed(1)
         self.optimizer = torch.optim.AdamW(self.masters, lr=lr)
         self.other: list[Any] = []

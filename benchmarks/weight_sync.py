@@ -48,6 +48,7 @@ ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "ERROR",
     "GLOG_minloglevel": "2",
     "MC_LOG_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
 }
 """For the processes of the benchmark: one secret for its Ray, libraries that speak of errors only."""
 
