@@ -56,8 +56,10 @@ def network(rates: list[str], burst: str = "256kb", latency: str = "50ms") -> It
         Host(name=f"{prefix}-{index}", address=f"10.77.{index // 250}.{index % 250 + 1}", rate=rate)
         for index, rate in enumerate(rates)
     ]
+    names = [switch, *(host.name for host in hosts)]
     with contextlib.ExitStack() as namespaces:
-        for name in [switch, *(host.name for host in hosts)]:
+        namespaces.enter_context(_guard(names))
+        for name in names:
             namespaces.callback(_remove, name)
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
@@ -82,6 +84,15 @@ def enter(name: str) -> None:
             raise OSError(number, f"cannot enter the network namespace {name}: {os.strerror(number)}")
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _guard(names: list[str]) -> Iterator[None]:
+    """Should this process be killed, another one removes the namespaces: it sees the pipe between the two end."""
+    script = 'cat > /dev/null; for name in "$@"; do ip netns delete "$name"; done'
+    command = ["sh", "-c", script, "guard", *names]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True):
+        yield
 
 
 def _plug(switch: str, port: str, host: Host, bucket: list[str]) -> None:

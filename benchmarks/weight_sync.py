@@ -18,7 +18,6 @@ receivers (the others are rows too); ``checks``: each target with the ratio meas
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import multiprocessing
 import os
 import secrets
@@ -26,6 +25,7 @@ import signal
 import statistics
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,27 @@ ENVIRONMENT = {
 
 def why_not(names: list[str]) -> dict[str, str]:
     """For each method that cannot run here, the reason; each is tried in a process of its own, which it may crash."""
+    context = multiprocessing.get_context("spawn")
     reasons = {}
     for name in names:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            try:
-                reason = pool.submit(methods.unavailable, name).result(timeout=120)
-            except (concurrent.futures.process.BrokenProcessPool, TimeoutError) as error:
-                reason = f"its library takes the process down: {error}"
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_try, args=(name, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            reason = ours.recv() if ours.poll(120) else "its import takes more than 120 s"
+        except EOFError:
+            process.join()
+            reason = f"its import ends the process with {process.exitcode}"
+        process.kill()
+        process.join()
         if reason:
             reasons[name] = reason
     return reasons
+
+
+def _try(name: str, pipe: Connection) -> None:
+    pipe.send(methods.unavailable(name))
 
 
 def one_round(processes: Cluster, wanted: list[str], seconds: dict[tuple[str, str], list[float]] | None) -> None:
