@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 @contextlib.contextmanager
 def own_ray(payload_bytes: int) -> Iterator[str]:
-    """The address of a Ray on this machine whose object store holds some payloads.
+    """The address of a Ray on this machine whose object store holds two payloads.
 
     Empty where payload_bytes is 0, and where Ray does not start.
     """
@@ -22,7 +22,7 @@ def own_ray(payload_bytes: int) -> Iterator[str]:
         return
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    host = context.Process(target=_host, args=(theirs, 3 * payload_bytes + (200 << 20)))
+    host = context.Process(target=_host, args=(theirs, 9 * payload_bytes // 4 + (200 << 20)))
     host.start()
     theirs.close()
     try:
@@ -44,7 +44,7 @@ def _host(pipe: Connection, store_bytes: int) -> None:
     import psutil
     import ray
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setsid()  # a signal to the benchmark's group is the parent's to answer: Ray ends when the pipe does
     folder = tempfile.mkdtemp(prefix="ws-ray-")
     children: list[psutil.Process] = []
     try:

@@ -91,6 +91,16 @@ def one_round(processes: Cluster, wanted: list[str], seconds: dict[tuple[str, st
                 seconds.setdefault((method, variant), []).append(taken)
 
 
+def too_large(payload: payloads.Payload, num_receivers: int, wanted: list[str]) -> str:
+    """Why the machine's free memory does not do for a measurement; empty where it does."""
+    import psutil
+
+    models = 1 + num_receivers + 2 * ("ray" in wanted) + ("memcpy" in wanted)
+    need = models * payload.size_bytes + (1 + num_receivers) * (400 << 20)
+    free = psutil.virtual_memory().available
+    return f"needs {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free" if need > 0.9 * free else ""
+
+
 def measure(
     payload: payloads.Payload, num_receivers: int, wanted: list[str], repeats: int, timeout_s: float, ray_address: str
 ) -> list[Row]:
@@ -141,8 +151,12 @@ def loopback(arguments: argparse.Namespace) -> dict[str, Any]:
             for num_receivers in arguments.receivers:
                 start = time.monotonic()
                 here = [method for method in wanted if method != "memcpy" or num_receivers == arguments.receivers[0]]
-                rows += measure(payload, num_receivers, here, arguments.repeats, arguments.timeout, ray_address)
                 about = {"payload": name, "receivers": num_receivers, "gbps": None}
+                if reason := too_large(payload, num_receivers, here):
+                    print(f"== {name}, {num_receivers} receivers: {reason}", file=sys.stderr)
+                    rows += [{"method": method, **about, "reason": reason} for method in here]
+                else:
+                    rows += measure(payload, num_receivers, here, arguments.repeats, arguments.timeout, ray_address)
                 rows += [{"method": method, **about, "reason": reason} for method, reason in reasons.items()]
                 print(f"== {name}, {num_receivers} receivers: {time.monotonic() - start:.0f} s", file=sys.stderr)
 
@@ -201,6 +215,7 @@ def parse() -> argparse.Namespace:
     for name, least in (("repeats", 1), ("delta_steps", 1), ("timeout", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be {least} or more")
+    arguments.receivers = sorted(set(arguments.receivers))
     if min(arguments.receivers) < 1:
         parser.error(f"--receivers has {min(arguments.receivers)}; each number must be 1 or more")
     if arguments.model and arguments.links is None:
@@ -218,9 +233,10 @@ def main() -> None:
     arguments = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and namespaces are taken down
     os.environ.update(ENVIRONMENT)
+    load = os.getloadavg()[0]
     result = loopback(arguments) if arguments.links is None else links(arguments)
     checks.print_tables(result)
-    _common.report({**result, "repeats": arguments.repeats, "machine": machine()}, PACKAGES)
+    _common.report({**result, "repeats": arguments.repeats, "machine": machine(), "load_before": load}, PACKAGES)
 
 
 def machine() -> str:
