@@ -24,8 +24,14 @@ def check(
 
 
 def of_rows(rows: list[Row]) -> list[Row]:
-    """Every target that speeds on one host decide, for each payload of the run."""
-    return [found for payload in dict.fromkeys(row["payload"] for row in rows) for found in _of_payload(rows, payload)]
+    """Every target that speeds on one host decide, for each payload of the run; missed where our method failed."""
+    found = [row for payload in dict.fromkeys(row["payload"] for row in rows) for row in _of_payload(rows, payload)]
+    failed = {(row["method"], row["payload"]): row["reason"] for row in rows if row["gbps"] is None}
+    for row in found:
+        ours = (row["check"].partition(":")[0].split()[0], row["payload"])
+        if row["ratio"] is None and ours in failed:
+            row.update(ok=False, reason=failed[ours])
+    return found
 
 
 def _of_payload(rows: list[Row], payload: str) -> list[Row]:
@@ -70,7 +76,8 @@ def of_links(results: list[Row]) -> list[Row]:
     found = []
     for result in results:
         name, target, holds = targets[result["scenario"]]
-        found.append(check(f"{result['scenario']}: {name}", target, result["ratio"], holds, payload=result["payload"]))
+        row = check(f"{result['scenario']}: {name}", target, result["ratio"], holds, payload=result["payload"])
+        found.append(row | {"ok": False, "reason": result["reason"]} if "reason" in result else row)
     return found
 
 

@@ -84,7 +84,7 @@ class Cluster:
                 ours, theirs = context.Pipe()
                 sender.links.append(ours)
                 receiver.links.append(theirs)
-        self.timeout_s = jobs[0].timeout_s
+        self.timeout_s = jobs[0].timeout_s + 15  # a method's own error, which says more, comes first
         self.pipes: list[Connection] = []
         self.processes = []
         self.roles = [f"{job.role} {job.rank}" for job in senders + receivers]

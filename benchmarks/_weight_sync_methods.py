@@ -1,4 +1,4 @@
-"""What each method of ``weight_sync.py`` does in the sender and in a receiver: the yardsticks, gloo, ZeroMQ, Ray."""
+"""What each method of ``weight_sync.py`` does in the sender and in a receiver: the yardsticks, gloo, ZeroMQ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METHODS = {
     "raw_tcp": ("_weight_sync_methods", "RawTcp", "torch"),
     "gloo-per-tensor": ("_weight_sync_methods", "GlooPerTensor", "torch"),
     "gloo-bucket": ("_weight_sync_methods", "GlooBucket", "torch"),
-    "ray": ("_weight_sync_methods", "Ray", "ray"),
+    "ray": ("_weight_sync_ray", "Ray", "ray"),
     "zmq": ("_weight_sync_methods", "ZmqTcp", "zmq"),
     "zmq-ipc": ("_weight_sync_methods", "ZmqIpc", "zmq"),
     "nixl": ("_weight_sync_rdma", "NixlTcp", "nixl._api"),
@@ -370,55 +370,3 @@ def _push(stream: Any, pieces: list[memoryview]) -> None:
 def _pull(stream: Any, pieces: list[memoryview]) -> None:
     for piece in pieces:
         piece[:] = stream.recv(copy=False).buffer
-
-
-class Ray(Endpoint):
-    """One put into the object store by the sender, one get without a copy by each receiver, then into its model."""
-
-    def open_sender(self) -> None:
-        self.connect()
-
-    def open_receiver(self) -> None:
-        self.connect()
-
-    def connect(self) -> None:
-        """A driver of the benchmark's own Ray."""
-        import logging
-
-        import ray
-
-        if not self.job.ray_address:
-            raise RuntimeError("the benchmark's own Ray did not start")
-        ray.init(self.job.ray_address, namespace="weight-sync", log_to_driver=False, logging_level=logging.ERROR)
-        self.storages = payloads.storages(self.job.tensors)
-        self.reference: Any = None
-
-    def send(self, variant: str) -> None:
-        import ray
-        from ray import cloudpickle
-
-        self.reference = ray.put([view.numpy() for view in self.storages])
-        self.job.tell(cloudpickle.dumps(self.reference))
-
-    def receive(self, variant: str) -> None:
-        import warnings
-
-        import ray
-        import torch
-        from ray import cloudpickle
-
-        (message,) = self.job.hear()
-        arrays = ray.get(cloudpickle.loads(message), timeout=self.job.timeout_s)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch: "not writable"; it is only read
-            for view, array in zip(self.storages, arrays, strict=True):
-                view.copy_(torch.from_numpy(array))
-
-    def received(self) -> list[payloads.Tensors]:
-        self.reference = None  # frees the store's memory for the next put, outside of the timing
-        return super().received()
-
-    def close(self) -> None:
-        import ray
-
-        ray.shutdown()

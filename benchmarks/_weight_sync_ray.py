@@ -1,4 +1,4 @@
-"""A Ray of the benchmark's own: its folder, its ports, and nothing of it left afterwards."""
+"""The rival Ray, and a Ray of the benchmark's own: its folder, its ports, and nothing of it left afterwards."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from typing import Any
+
+import _weight_sync_payloads as payloads
+from _weight_sync_methods import Endpoint
 
 
 @contextlib.contextmanager
@@ -68,3 +72,55 @@ def _host(pipe: Connection, store_bytes: int) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class Ray(Endpoint):
+    """One put into the object store by the sender, one get without a copy by each receiver, then into its model."""
+
+    def open_sender(self) -> None:
+        self.connect()
+
+    def open_receiver(self) -> None:
+        self.connect()
+
+    def connect(self) -> None:
+        """A driver of the benchmark's own Ray."""
+        import logging
+
+        import ray
+
+        if not self.job.ray_address:
+            raise RuntimeError("the benchmark's own Ray did not start")
+        ray.init(self.job.ray_address, namespace="weight-sync", log_to_driver=False, logging_level=logging.ERROR)
+        self.storages = payloads.storages(self.job.tensors)
+        self.reference: Any = None
+
+    def send(self, variant: str) -> None:
+        import ray
+        from ray import cloudpickle
+
+        self.reference = ray.put([view.numpy() for view in self.storages])
+        self.job.tell(cloudpickle.dumps(self.reference))
+
+    def receive(self, variant: str) -> None:
+        import warnings
+
+        import ray
+        import torch
+        from ray import cloudpickle
+
+        (message,) = self.job.hear()
+        arrays = ray.get(cloudpickle.loads(message), timeout=self.job.timeout_s)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch: "not writable"; it is only read
+            for view, array in zip(self.storages, arrays, strict=True):
+                view.copy_(torch.from_numpy(array))
+
+    def received(self) -> list[payloads.Tensors]:
+        self.reference = None  # frees the store's memory for the next put, outside of the timing
+        return super().received()
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()

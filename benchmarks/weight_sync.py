@@ -10,6 +10,9 @@ the repeats; the first sync of each method warms up and does not count. All meth
 Before each sync every value changes, and after it each receiver's digest must be the sender's; a method that fails has
 a row with null and the reason. Where a method has variants (bucket sizes, streams), the best one counts.
 
+Rivals that are missing: ``pip install pyzmq nixl nixl-cu12 mooncake-transfer-engine-non-cuda`` (the last one loads
+libibverbs.so.1, of the system package libibverbs1, though it speaks TCP here).
+
 The last line of stdout is one JSON object: ``rows`` of method, payload, receivers, ``gbps`` (payload bytes / seconds /
 1e9; what each receiver gets, not their sum); ``raw_tcp_gbps`` and ``memcpy_gbps`` of the first payload with the fewest
 receivers (the others are rows too); ``checks``: each target with the ratio measured in this run, and true or false.
