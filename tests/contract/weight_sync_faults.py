@@ -7,6 +7,7 @@ import array
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import multiprocessing
 import os
 import random
@@ -512,6 +513,7 @@ def nothing_left(within_s: float = 3.0) -> Iterator[None]:
     yield
     limit = time.monotonic() + within_s
     while more := {k: n - before.get(k, 0) for k, n in resources().items() if n > before.get(k, 0)}:
+        gc.collect()  # errors and their tracebacks are cycles
         if time.monotonic() > limit:
             names = sorted(thread.name for thread in threading.enumerate())
             raise AssertionError(f"left behind: {more}; threads: {names}")
@@ -530,6 +532,16 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "verl_fl.weight_sync.sender", "verl_fl.weight_sync.receiver", __name__])
 
 
+@contextlib.contextmanager
+def children() -> Iterator[None]:
+    """Around all that starts a :class:`Child`; its processes start fast, from one that has torch loaded."""
+    from multiprocessing import forkserver
+
+    forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
 class Child:
     """A sender or receiver in its own process, which can be stopped or killed at any moment.
 
@@ -540,19 +552,31 @@ class Child:
 
     def __init__(self, kind: str, **options: Any) -> None:
         self._pipe, theirs = _context.Pipe()
+        self._asked = 1
         self.process = _context.Process(target=_child, args=(theirs, kind, options), daemon=True)
         self.process.start()
         theirs.close()
         self.address = self.answer(30.0)
 
     def ask(self, *what: Any) -> None:
-        """Let it begin."""
-        self._pipe.send(what)
+        """Let it begin; not where it is dead."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send(what)
+            self._asked += what[0] != "addresses"
+
+    def has_answered(self) -> bool:
+        """Whether an answer is there now."""
+        return self._pipe.poll(0)
+
+    def idle(self) -> bool:
+        """Whether it has answered all that was asked."""
+        return self._asked == 0
 
     def answer(self, within_s: float) -> Any:
         """What came of it; None: the process has died."""
         assert self._pipe.poll(within_s), f"a process had not ended its sync after {within_s} s"
         try:
+            self._asked -= 1
             return self._pipe.recv()
         except (EOFError, ConnectionResetError):
             return None
@@ -576,7 +600,10 @@ def _child(pipe: Connection, kind: str, options: dict[str, Any]) -> None:
         sender = Sender(**options)
         pipe.send("")
         while True:
-            (version,) = pipe.recv()
+            version, *addresses = pipe.recv()
+            if addresses:
+                sender.addresses = addresses[0]
+                continue
             pipe.send(_outcome(lambda v=version: sender.send(model(v), v)))
     claims = options.pop("claims", None)
     targets = _owned(SENTINEL)

@@ -255,6 +255,7 @@ class RingEdge(Edge):
         for part in bucket.parts:
             memory.copy(view[at : at + len(part)], part)
             at += len(part)
+        view.release()
         frame = Frame(
             BUCKET,
             self.sync,

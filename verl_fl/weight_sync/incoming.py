@@ -412,10 +412,12 @@ class Incoming:
     def _take(self, link: Link, frame: Frame, ring: Ring | None) -> None:
         begin = time.perf_counter()
         slot, source, size = self._source(frame, ring, link)
-        if frame.flags & DELTA:
-            bucket, waited = self._take_delta(link, frame, source, size)
-        else:
-            bucket, waited = self._take_full(link, frame, source, size)
+        take = self._take_delta if frame.flags & DELTA else self._take_full
+        try:
+            bucket, waited = take(link, frame, source, size)
+        finally:
+            if source is not None:
+                source.release()  # the error's traceback would keep the ring's memory
         if slot >= 0:
             link.send(RELEASE, self.sync, index=slot)
         with self._changed:
