@@ -75,10 +75,11 @@ def model(version: int) -> dict[str, torch.Tensor]:
 def differing(held: dict[str, torch.Tensor], version: int) -> list[str]:
     """Names of the tensors that are not, bit for bit, those of ``version``."""
     wanted = model(version)
-    return [name for name in wanted if name not in held or not _equal(held[name], wanted[name])]
+    return [name for name in wanted if name not in held or not same_bits(held[name], wanted[name])]
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of one dtype, shape and content, NaNs and signed zeros included."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     kind = _BITS[one.dtype.itemsize]
@@ -329,6 +330,13 @@ class Together:
         self._calls.append((thread, result))
         return result
 
+    def wait_for(self, result: Result, within_s: float) -> None:
+        """One of the calls has ended."""
+        limit = time.monotonic() + within_s
+        while result.seconds < 0:
+            assert time.monotonic() < limit, f"a call had not ended after {within_s} s"
+            time.sleep(0.005)
+
     def wait(self, within_s: float) -> None:
         """All calls have ended; else the test fails, and says where every thread hangs."""
         limit = time.monotonic() + within_s
@@ -389,7 +397,7 @@ class Rig:
         secret: bytes = SECRET,
     ) -> None:
         self.timeout_s, self.limit_s, self._drawn = timeout_s, sync_limit_s + 3, drawn
-        self.targets = [{} if drawn else _owned(SENTINEL) for _ in range(receivers)]
+        self.targets = [{} if drawn else owned(SENTINEL) for _ in range(receivers)]
         self.receivers, self.proxies = [], []
         for k, targets in enumerate(self.targets):
             receiver = Placed(
@@ -484,7 +492,8 @@ class Ends:
         return all(result.ok for result in (*self.received, *self.sent))
 
 
-def _owned(version: int) -> dict[str, torch.Tensor]:
+def owned(version: int) -> dict[str, torch.Tensor]:
+    """A model to write into."""
     made = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in model(version).items()}
     made[TIED[0]] = made[TIED[1]]
     return made
@@ -606,7 +615,7 @@ def _child(pipe: Connection, kind: str, options: dict[str, Any]) -> None:
                 continue
             pipe.send(_outcome(lambda v=version: sender.send(model(v), v)))
     claims = options.pop("claims", None)
-    targets = _owned(SENTINEL)
+    targets = owned(SENTINEL)
     receiver = Placed(targets, **options)
     receiver.claims = claims
     pipe.send(receiver.address)

@@ -99,7 +99,7 @@ class Incoming:
         while not num_ranks or len(self._ranks) < num_ranks:
             what = "no sender came" if not self._ranks else f"only ranks {sorted(self._ranks)} of {num_ranks} came"
             link, event = self._next(lambda: limit, "begin", what)  # noqa: B023 - called at once
-            self._raise_if_failed()
+            self._raise_the_cause()
             if link is None:
                 continue
             if event.kind != BEGIN:
@@ -137,7 +137,7 @@ class Incoming:
         for edge in self._edges:
             edge.finish()
         self._sink.settle(self._look)
-        self._raise_if_failed()
+        self._raise_the_cause()
         self._confirm()
         self._expect(COMMIT, "commit", set(self._ranks))
         self.committing = True
@@ -239,8 +239,8 @@ class Incoming:
         while not (
             self._whole and len(self._ends) == len(self._ranks) and len(self._got) == self._manifest.num_buckets
         ):
-            link, event = self._next(self._patience, "buckets", "the weights did not come")
-            self._raise_if_failed()
+            link, event = self._next(self._patience, "buckets", self._absent)
+            self._raise_the_cause()
             if link is None:
                 continue
             self._moved = time.monotonic()
@@ -306,7 +306,7 @@ class Incoming:
         self._moved = time.monotonic()
         while set(found) != ranks:
             link, event = self._next(self._patience, phase, f"no {phase} came")
-            self._raise_if_failed()
+            self._raise_the_cause()
             if link is None:
                 continue
             assert link.hello is not None
@@ -322,13 +322,26 @@ class Incoming:
                 self._moved = time.monotonic()
             return min(self._deadline, self._moved + self._receiver.timeout_s)
 
-    def _next(self, limit: Callable[[], float], phase: str, what: str) -> tuple[Link | None, Frame]:
+    def _absent(self) -> str:
+        """What a sync that does not go on waits for."""
+        with self._changed:
+            absent = [index for index in range(self._manifest.num_buckets) if index not in self._got]
+            pieces = self._manifest.pieces(absent[0]) if absent else ()
+            names = ", ".join([self._manifest.entries[piece.tensor].name for piece in pieces][:3])
+            if not self._whole:
+                return f"the list of tensors did not end (there are {len(self._manifest.entries)}), and no more came"
+            if absent:
+                of = self._manifest.num_buckets
+                return f"{len(absent)} of {of} buckets, the first number {absent[0]} with {names}, did not come"
+            return f"no end came from rank {sorted(set(self._ranks) - set(self._ends))}"
+
+    def _next(self, limit: Callable[[], float], phase: str, what: str | Callable[[], str]) -> tuple[Link | None, Frame]:
         """The next frame that concerns this sync; None and no frame: somebody asks to look around."""
         while True:
             left = limit() - time.monotonic()
             if left <= 0:
                 peers = ", ".join(sorted({link.peer for link in self._ranks.values()}))
-                raise SyncError(f"{what} in time", phase=phase, peer=peers)
+                raise SyncError(f"{what() if callable(what) else what} in time", phase=phase, peer=peers)
             try:
                 link, event = self._receiver.events.get(timeout=min(left, 3600.0))
             except queue.Empty:
@@ -369,7 +382,7 @@ class Incoming:
 
     def _look(self) -> None:
         """While the consumer takes the weights in: raise if there is a reason to, and tell the senders to wait."""
-        self._raise_if_failed()
+        self._raise_the_cause()
         now = time.monotonic()
         if now > self._deadline:
             raise SyncError(
@@ -387,6 +400,18 @@ class Incoming:
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _raise_the_cause(self) -> None:
+        """As :meth:`_raise_if_failed`, by the main thread: a sender that broke a connection may be saying why."""
+        limit = time.monotonic() + 0.1
+        while isinstance(self._error, SyncError) and self._error.phase == "wait":
+            try:
+                link, event = self._receiver.events.get(timeout=max(limit - time.monotonic(), 0))
+            except queue.Empty:
+                break
+            if link is not None and isinstance(event, Frame):
+                self._concerns(link, event, "buckets")
+        self._raise_if_failed()
 
     # --- the data connections' threads ---
 

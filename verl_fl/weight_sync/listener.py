@@ -115,7 +115,10 @@ def _bind(host: str, ports: tuple[int, int] | None) -> socket.socket:
     for port in range(first, last + 1):
         sock = socket.socket(family, kind, protocol)
         try:
+            # A port on which old connections still linger is free; one on which somebody listens is not.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((place[0], port, *place[2:]))
+            sock.listen(_BACKLOG)
             return sock
         except OSError as error:
             sock.close()

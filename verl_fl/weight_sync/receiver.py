@@ -173,7 +173,7 @@ class Receiver:
         """End the sync that runs, if any, from another thread; the senders are told the reason."""
         incoming = self.incoming
         if incoming is not None:
-            incoming.failed(SyncError(reason, phase="consume", peer=self.address))
+            incoming.failed(SyncError(reason, phase="consume", peer=self.address, tensor=self.sink.drawing))
 
     def close(self) -> None:
         """Stop listening and close all connections. Idempotent."""

@@ -34,6 +34,8 @@ class Sink:
         self._views: list[memoryview | None] = []
         self._missing: list[int] = []
         self._gap = bytearray(64)
+        self.drawing = ""
+        """The tensor that a consumer has now."""
         self._lock = threading.Lock()
 
     def begin(self, manifest: Manifest) -> None:
@@ -223,7 +225,7 @@ class Stream(Sink):
         self._reset()
 
     def _reset(self) -> None:
-        self._held = self._lowest = 0
+        self._held, self._lowest, self.drawing = 0, 0, ""
         self._closed: set[int] = set()
         self._whole = self._committed = self._drawn = False
         self._error: BaseException | None = None
@@ -285,6 +287,7 @@ class Stream(Sink):
         tensor = 0
         while self._wait_for(tensor):
             entry = self.manifest.entries[tensor]
+            self.drawing = entry.name
             yield entry.name, self.buffers[tensor if entry.alias_of < 0 else entry.alias_of]
             self._release(tensor)
             tensor += 1

@@ -191,6 +191,7 @@ class Source:
         for piece in pieces:  # what lies between tensors is zero, or the ends would differ in bytes that nobody has
             slot.view[at : piece.offset] = bytes(piece.offset - at)
             at = piece.offset + piece.size
+        slot.view[at:size] = bytes(size - at)
         bytes_of = [(slot.tensor[p.offset : p.offset + p.size], self._itemsize(p), p.offset) for p in pieces]
         return Bucket(index, [slot.view[:size]], pieces=bytes_of, release=slot.free)
 
