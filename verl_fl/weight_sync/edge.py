@@ -139,6 +139,11 @@ class Edge:
         """Stop; queued buckets are dropped. The connections are closed by their owner, which wakes the threads."""
         self._failed = True
 
+    def join(self) -> None:
+        """After :meth:`abort` and the end of the connections: return when no thread reads a bucket any more."""
+        for thread in self._threads:
+            thread.join()
+
     def _put(self, lane: int, item: Bucket | None) -> None:
         while not self._failed:
             try:
@@ -250,6 +255,7 @@ class RingEdge(Edge):
         for part in bucket.parts:
             memory.copy(view[at : at + len(part)], part)
             at += len(part)
+        view.release()
         frame = Frame(
             BUCKET,
             self.sync,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from verl_fl.weight_sync._errors import BadFrame, SyncError
 from verl_fl.weight_sync.edge import Bucket, Edge
 from verl_fl.weight_sync.link import (
     BEGIN,
+    BUSY,
     COMMIT,
     CONFIRM,
     DELTA,
@@ -40,6 +43,8 @@ from verl_fl.weight_sync.sink import Stream, Targets
 if TYPE_CHECKING:
     from verl_fl.weight_sync.receiver import Receiver
 
+logger = logging.getLogger("verl_fl.weight_sync")
+
 MAX_RANKS, MAX_BUCKET_BYTES, MIN_BUCKET_BYTES = 65536, 1 << 31, 64
 _DELTA_HEAD = struct.Struct("<Q")
 _DELTA_PIECE = struct.Struct("<BI")
@@ -51,19 +56,25 @@ class Incoming:
     Attributes:
         sync: the sync's number.
         wrote: whether any byte of the sync was written where the weights are.
+        committing: whether all ends have agreed, so that the old weights are gone.
+        later: what belongs to the next sync.
         data_links: connections that have brought buckets.
     """
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver, self._sink = receiver, receiver.sink
         self.sync = -1
-        self.wrote = False
+        self.wrote = self.committing = False
+        self.later: list[tuple[Link, Frame]] = []
         self.data_links: set[Link] = set()
         self._ranks: dict[int, Link] = {}
         self._begins: dict[int, dict[str, Any]] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._deadline = float("inf")
+        self._moved = self._told = 0.0
+        self._taking = 0
+        """Data connections that are inside of a bucket."""
         self._manifest = Manifest(MIN_BUCKET_BYTES)
         self._whole = False
         self._got: dict[int, int] = {}
@@ -87,8 +98,9 @@ class Incoming:
         num_ranks = 0
         while not num_ranks or len(self._ranks) < num_ranks:
             what = "no sender came" if not self._ranks else f"only ranks {sorted(self._ranks)} of {num_ranks} came"
-            link, event = self._next(limit, "begin", what, heed=set(self._ranks.values()))
-            if link is None or not isinstance(event, Frame):
+            link, event = self._next(lambda: limit, "begin", what)  # noqa: B023 - called at once
+            self._raise_the_cause()
+            if link is None:
                 continue
             if event.kind != BEGIN:
                 raise BadFrame(f"a frame of kind {event.kind} before a sync began", phase="begin", peer=link.peer)
@@ -124,12 +136,17 @@ class Incoming:
         self._collect()
         for edge in self._edges:
             edge.finish()
-        self._raise_if_failed()
+        self._sink.settle(self._look)
+        self._raise_the_cause()
         self._confirm()
         self._expect(COMMIT, "commit", set(self._ranks))
+        self.committing = True
         self._sink.commit()
         for link in self._ranks.values():
-            link.send(DONE, self.sync)
+            try:
+                link.send(DONE, self.sync)
+            except SyncError as error:  # the weights are whole here, whatever has become of the sender
+                logger.warning("weight sync: a sender did not hear that its weights are in use: %s", error)
         seconds = time.perf_counter() - begin
         self._receiver.speed = self._wire_bytes / max(self._stages["receive"], 1e-9)
         self._stages["forward"] = sum(edge.busy_s for edge in self._edges)
@@ -148,6 +165,10 @@ class Incoming:
 
     def failed(self, error: BaseException) -> None:
         """From any thread: the sync is over."""
+        if isinstance(error, Exception) and not isinstance(error, SyncError):
+            cause = error
+            error = SyncError(f"{type(cause).__name__}: {cause}", phase="buckets", peer=self._receiver.address)
+            error.__cause__ = cause
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -167,6 +188,18 @@ class Incoming:
                 pass  # it is gone, and learns of the failure by that
         for edge in self._edges:
             edge.abort()
+
+    def settle(self) -> None:
+        """After :meth:`stop`, once the connections are closed: return when nothing of the sync touches the weights."""
+        for edge in self._edges:
+            edge.join()
+        with self._changed:
+            while self._taking:
+                self._changed.wait(0.2)
+
+    def links(self) -> set[Link]:
+        """All connections that took part."""
+        return self.data_links | set(self._ranks.values())
 
     def _state(self) -> dict[str, Any]:
         receiver = self._receiver
@@ -206,12 +239,11 @@ class Incoming:
         while not (
             self._whole and len(self._ends) == len(self._ranks) and len(self._got) == self._manifest.num_buckets
         ):
-            link, event = self._next(
-                self._deadline, "buckets", "the weights did not come", heed=set(self._ranks.values())
-            )
-            self._raise_if_failed()
-            if link is None or not isinstance(event, Frame):
+            link, event = self._next(self._patience, "buckets", self._absent)
+            self._raise_the_cause()
+            if link is None:
                 continue
+            self._moved = time.monotonic()
             if event.kind == MANIFEST:
                 self._grow(event, link)
             elif event.kind == END:
@@ -271,11 +303,11 @@ class Incoming:
 
     def _expect(self, kind: int, phase: str, ranks: set[int]) -> list[Frame]:
         found: dict[int, Frame] = {}
-        limit = min(self._deadline, time.monotonic() + self._receiver.timeout_s)
+        self._moved = time.monotonic()
         while set(found) != ranks:
-            link, event = self._next(limit, phase, f"no {phase} came", heed=set(self._ranks.values()))
-            self._raise_if_failed()
-            if link is None or not isinstance(event, Frame):
+            link, event = self._next(self._patience, phase, f"no {phase} came")
+            self._raise_the_cause()
+            if link is None:
                 continue
             assert link.hello is not None
             if event.kind != kind or event.sync != self.sync or link.hello.rank not in ranks:
@@ -283,42 +315,103 @@ class Incoming:
             found[link.hello.rank] = event
         return [found[rank] for rank in sorted(ranks)]
 
-    def _next(self, limit: float, phase: str, what: str, *, heed: set[Link]) -> tuple[Link | None, Any]:
-        """The next event of a control connection; an error of one of ``heed`` is raised, others are forgotten."""
-        peers = ", ".join(sorted({link.peer for link in heed}))
+    def _patience(self) -> float:
+        """When to give up if nothing moves; a bucket that is being read has the limits of its connection."""
+        with self._changed:
+            if self._taking:
+                self._moved = time.monotonic()
+            return min(self._deadline, self._moved + self._receiver.timeout_s)
+
+    def _absent(self) -> str:
+        """What a sync that does not go on waits for."""
+        with self._changed:
+            absent = [index for index in range(self._manifest.num_buckets) if index not in self._got]
+            pieces = self._manifest.pieces(absent[0]) if absent else ()
+            names = ", ".join([self._manifest.entries[piece.tensor].name for piece in pieces][:3])
+            if not self._whole:
+                return f"the list of tensors did not end (there are {len(self._manifest.entries)}), and no more came"
+            if absent:
+                of = self._manifest.num_buckets
+                return f"{len(absent)} of {of} buckets, the first number {absent[0]} with {names}, did not come"
+            return f"no end came from rank {sorted(set(self._ranks) - set(self._ends))}"
+
+    def _next(self, limit: Callable[[], float], phase: str, what: str | Callable[[], str]) -> tuple[Link | None, Frame]:
+        """The next frame that concerns this sync; None and no frame: somebody asks to look around."""
         while True:
-            left = limit - time.monotonic()
+            left = limit() - time.monotonic()
             if left <= 0:
-                raise SyncError(f"{what} in time", phase=phase, peer=peers)
+                peers = ", ".join(sorted({link.peer for link in self._ranks.values()}))
+                raise SyncError(f"{what() if callable(what) else what} in time", phase=phase, peer=peers)
             try:
                 link, event = self._receiver.events.get(timeout=min(left, 3600.0))
             except queue.Empty:
                 continue
-            if link is None:
-                return None, None
-            if isinstance(event, BaseException):
-                if link in heed:
-                    raise (
-                        event
-                        if not isinstance(event, SyncError)
-                        else SyncError(event.problem, phase=phase, peer=link.peer)
-                    )
-                continue
-            if event.kind == ERROR and link in heed:
-                body = event.json()
-                raise SyncError(
-                    f"{link.peer} says: {body.get('error')}",
-                    phase=str(body.get("phase") or phase),
-                    peer=link.peer,
-                    tensor=str(body.get("tensor") or ""),
-                )
-            if event.kind == ERROR:
-                continue
-            return link, event
+            if link is None or self._concerns(link, event, phase):
+                return link, event
+
+    def _concerns(self, link: Link, event: Any, phase: str) -> bool:
+        """Whether a control connection's event is a frame to act on; an error of one of the senders is raised."""
+        mine = any(link is other for other in self._ranks.values())
+        if isinstance(event, BaseException):
+            if mine:
+                problem = event.problem if isinstance(event, SyncError) else f"{type(event).__name__}: {event}"
+                raise SyncError(problem, phase=phase, peer=link.peer) from event
+            return False
+        if not mine:
+            if link.closed:
+                return False
+            if event.kind == BEGIN and self.sync >= 0:
+                self.later.append((link, event))
+                sessions = {other.hello.session for other in self._ranks.values() if other.hello}
+                if link.hello is not None and link.hello.session in sessions:
+                    raise SyncError("the sender has given this sync up and begins another", phase=phase, peer=link.peer)
+                return False
+            return self.sync < 0 and event.kind not in (ERROR, BUSY)
+        if event.kind == BUSY:
+            self._moved = time.monotonic()
+            return False
+        if event.kind == ERROR:
+            body = event.json()
+            raise SyncError(
+                f"{link.peer} says: {body.get('error')}",
+                phase=str(body.get("phase") or phase),
+                peer=link.peer,
+                tensor=str(body.get("tensor") or ""),
+            )
+        return True
+
+    def _look(self) -> None:
+        """While the consumer takes the weights in: raise if there is a reason to, and tell the senders to wait."""
+        self._raise_the_cause()
+        now = time.monotonic()
+        if now > self._deadline:
+            raise SyncError(
+                "the consumer did not take the weights in time", phase="consume", peer=self._receiver.address
+            )
+        while not self._receiver.events.empty():
+            link, event = self._receiver.events.get()
+            if link is not None and self._concerns(link, event, "consume"):
+                raise BadFrame(f"a frame of kind {event.kind} before the end", phase="consume", peer=link.peer)
+        if now - self._told > min(self._receiver.timeout_s / 4, 1.0):
+            self._told = now
+            for link in self._ranks.values():
+                link.send(BUSY, self.sync)
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _raise_the_cause(self) -> None:
+        """As :meth:`_raise_if_failed`, by the main thread: a sender that broke a connection may be saying why."""
+        limit = time.monotonic() + 0.1
+        while isinstance(self._error, SyncError) and self._error.phase == "wait":
+            try:
+                link, event = self._receiver.events.get(timeout=max(limit - time.monotonic(), 0))
+            except queue.Empty:
+                break
+            if link is not None and isinstance(event, Frame):
+                self._concerns(link, event, "buckets")
+        self._raise_if_failed()
 
     # --- the data connections' threads ---
 
@@ -333,12 +426,23 @@ class Incoming:
             link.transport = "shm"
         self.data_links.add(link)
         self._wait_for_layout(frame.index, link)
+        try:
+            self._take(link, frame, ring)
+        finally:
+            with self._changed:
+                self._taking -= 1
+                self._moved = time.monotonic()
+                self._changed.notify_all()
+
+    def _take(self, link: Link, frame: Frame, ring: Ring | None) -> None:
         begin = time.perf_counter()
         slot, source, size = self._source(frame, ring, link)
-        if frame.flags & DELTA:
-            bucket, waited = self._take_delta(link, frame, source, size)
-        else:
-            bucket, waited = self._take_full(link, frame, source, size)
+        take = self._take_delta if frame.flags & DELTA else self._take_full
+        try:
+            bucket, waited = take(link, frame, source, size)
+        finally:
+            if source is not None:
+                source.release()  # the error's traceback would keep the ring's memory
         if slot >= 0:
             link.send(RELEASE, self.sync, index=slot)
         with self._changed:
@@ -442,6 +546,7 @@ class Incoming:
                 what = "came twice" if index in self._busy else f"of {self._manifest.num_buckets}"
                 raise BadFrame(f"bucket {index} {what}", phase="buckets", peer=link.peer)
             self._busy.add(index)
+            self._taking += 1
 
     def _keep(self, index: int) -> list[torch.Tensor]:
         return [self._sink.buffers[piece.tensor] for piece in self._manifest.pieces(index)] if self._edges else []

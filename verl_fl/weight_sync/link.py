@@ -26,7 +26,7 @@ MAX_META_BYTES = 64 << 20
 # Kinds of connection.
 CONTROL, DATA = 1, 2
 # Kinds of frame.
-BEGIN, STATE, PLAN, READY, MANIFEST, END, CONFIRM, COMMIT, DONE, ERROR = range(1, 11)
+BEGIN, STATE, PLAN, READY, MANIFEST, END, CONFIRM, COMMIT, DONE, ERROR, BUSY = range(1, 12)
 BUCKET, RELEASE, RING = 16, 17, 18
 # Flags of a bucket.
 DELTA, IN_RING = 1, 2
@@ -37,6 +37,7 @@ _FRAME = struct.Struct("<4sBBHQQQQIIQQ")
 _PROOF_BYTES = 32
 _TICK_S = 0.5
 _IOV_MAX = 512
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 Buffer = Any
 """Whatever has the buffer protocol."""
 
@@ -94,6 +95,7 @@ class Link:
         self.peer, self.timeout_s = peer, timeout_s
         self.transport = "unix" if sock.family == socket.AF_UNIX else "tcp"
         self.hello: Hello | None = None
+        self.closed = False
         self.deadline = float("inf")
         """Monotonic time after which every wait fails, progress or not."""
         self._sock = sock
@@ -111,8 +113,18 @@ class Link:
         """The socket's descriptor."""
         return self._sock.fileno()
 
+    def is_open(self) -> bool:
+        """Whether neither end has closed it; only for a link on which nothing is due."""
+        try:
+            return not self.closed and bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Close; a thread that waits on the link is woken with an error. Idempotent."""
+        self.closed = True
         with contextlib.suppress(OSError):  # not connected any more
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -164,11 +176,15 @@ class Link:
         Raises:
             BadFrame: none came.
         """
-        fds = array.array("i")
-        try:
-            _, ancillary, _, _ = self._sock.recvmsg(1, socket.CMSG_LEN(4 * fds.itemsize))
-        except OSError as error:
-            raise self._broken(error) from error
+        fds, limit = array.array("i"), time.monotonic() + self.timeout_s
+        while True:
+            try:
+                _, ancillary, _, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(4 * fds.itemsize), _CLOEXEC)
+                break
+            except BlockingIOError:
+                self._check(limit, "sent nothing more")
+            except OSError as error:
+                raise self._broken(error) from error
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
@@ -284,12 +300,8 @@ def dial(address: str, hello: Hello, secret: bytes, timeout_s: float) -> tuple[L
         if not hmac.compare_digest(_take(sock, _PROOF_BYTES, limit, address), _proof(secret, b"listen", mine, theirs)):
             raise _other_secret(address)
         sock.sendall(_proof(secret, b"dial", mine, theirs))
-        try:
-            accepted = _take(sock, 1, limit, address)
-        except SyncError as error:
-            raise _other_secret(address) from error
-        if accepted != b"\x01":
-            raise Refused("the receiver is closing", phase="handshake", peer=address)
+        if _take(sock, 1, limit, address) != b"\x01":
+            raise BadFrame("the handshake did not end as it should", phase="handshake", peer=address)
         return Link(sock, address, timeout_s), receiver
     except OSError as error:
         sock.close()

@@ -7,6 +7,7 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from verl_fl._errors import explain
@@ -75,8 +76,10 @@ class Listener:
     def _accept(self, listening: socket.socket) -> None:
         try:
             sock, peer = listening.accept()
-        except OSError:
-            return  # it was gone before it was taken, or there is no descriptor left; the next one is tried again
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                time.sleep(0.05)  # it still waits, and will be taken once there is room again
+            return  # else it was gone before it was taken
         sock.setblocking(True)
         self._accepted(sock, f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a process on this host")
 
@@ -112,7 +115,10 @@ def _bind(host: str, ports: tuple[int, int] | None) -> socket.socket:
     for port in range(first, last + 1):
         sock = socket.socket(family, kind, protocol)
         try:
+            # A port on which old connections still linger is free; one on which somebody listens is not.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((place[0], port, *place[2:]))
+            sock.listen(_BACKLOG)
             return sock
         except OSError as error:
             sock.close()

@@ -186,7 +186,7 @@ def unpack(data: bytes | memoryview, peer: str = "") -> list[Entry]:
         except UnicodeDecodeError as error:
             raise BadFrame(f"manifest entry {len(entries)} is not text", phase="manifest", peer=peer) from error
         shape = struct.unpack(f"<{num_dims}Q", take(8 * num_dims))
-        dtype = getattr(torch, dtype_text, None) if dtype_text.isidentifier() else None
+        dtype = vars(torch).get(dtype_text)  # not getattr: torch imports some names when they are asked for
         if not isinstance(dtype, torch.dtype):
             raise BadFrame(
                 f"the dtype {dtype_text!r} is unknown to torch {torch.__version__}",

@@ -93,6 +93,8 @@ class Outlets:
             SyncError: an end can't be reached.
         """
         chosen = {end.address: end.choose() for end in below}
+        for key in [key for key, links in self._links.items() if not all(link.is_open() for link in links)]:
+            self._close(key)  # the end below was started anew
         wanted = {(end.address, chosen[end.address]): end for end in below}
         for key in [key for key in self._links if key not in wanted]:
             self._close(key)
@@ -101,7 +103,10 @@ class Outlets:
         edges: list[Edge] = []
         shared: tuple[list[Link], list[Link]] = ([], [])
         for key, end in wanted.items():
-            links = self._links.get(key) or self._dial(key, end, bucket_bytes)
+            if key not in self._links:
+                self._dial(key, end, bucket_bytes)
+        for key, end in wanted.items():  # only now: an edge has threads, and dialing may fail
+            links = self._links[key]
             delta = (modes or {}).get(end.address) == "delta"
             for link in links:
                 link.deadline = deadline
@@ -120,28 +125,36 @@ class Outlets:
             self._close(key)
         self._close_ring()
 
-    def _dial(self, key: tuple[str, str], end: Below, bucket_bytes: int) -> list[Link]:
+    def _dial(self, key: tuple[str, str], end: Below, bucket_bytes: int) -> None:
         place = end.address if key[1] == "tcp" else f"unix:{end.unix}"
-        links = self._links[key] = []
+        links: list[Link] = []
+        self._links[key] = links
         for lane in range(1 if key[1] == "shm" else self._lanes):
             link, _ = dial(place, Hello(DATA, self._session, self._rank, lane), self._secret, self._timeout_s)
             link.peer = end.address
             links.append(link)
         if key[1] == "shm":
             if self._ring is None:
-                self._ring = Ring.create(bucket_bytes)
+                try:
+                    self._ring = Ring.create(bucket_bytes)
+                except OSError as error:
+                    raise SyncError(
+                        f"no shared memory for {SLOTS} buckets of {bucket_bytes} bytes: {error.strerror or error}",
+                        phase="dial",
+                        peer=end.address,
+                        fix="use smaller buckets, or transport tcp",
+                    ) from error
             links[0].send(RING, index=SLOTS, value=bucket_bytes)
             links[0].send_fd(self._ring.fd)
         logger.info("weight sync: %s to %s", key[1], end.address)
-        return links
 
     def _close(self, key: tuple[str, str]) -> None:
-        for link in self._links.pop(key):
+        for link in self._links.pop(key, ()):
             link.close()
 
     def _close_ring(self) -> None:
-        if self._ring is not None:
+        ring, self._ring = self._ring, None
+        if ring is not None:
             for key in [key for key in self._links if key[1] == "shm"]:
                 self._close(key)
-            self._ring.close()
-            self._ring = None
+            ring.close()

@@ -87,7 +87,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._busy = threading.Lock()
         self._closing = False
-        self._strangers = threading.Semaphore(_MAX_STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._listener = listener.Listener(host, ports, self._accepted)
         self.address = self._listener.address
         """``tcp://host:port``, for the sender."""
@@ -110,16 +110,21 @@ class Receiver:
             SyncError: no sender came, or the sync failed; :attr:`state` says what the weights are now.
         """
         with self._one_at_a_time():
-            incoming = Incoming(self)
+            incoming = self.incoming = Incoming(self)
             try:
+                if self._closing:
+                    raise SyncError("the receiver was closed", phase="begin", peer=self.address)
                 incoming.wait_for_senders(timeout_s)
-                self.incoming = incoming
                 report = incoming.run()
             except BaseException as error:
                 self._fail(incoming, error)
                 raise
             finally:
                 self.incoming = None
+                for link in incoming.links():
+                    link.deadline = float("inf")
+                for event in incoming.later:
+                    self.events.put(event)
             self.state, self.version, self.base = "whole", report.version, incoming.sync if self.delta else 0
             return report
 
@@ -144,8 +149,10 @@ class Receiver:
 
         thread = threading.Thread(target=work, name="verl-fl-receive", daemon=True)
         thread.start()
+        drawn = False
         try:
             yield from self.sink.items()
+            drawn = True
         except GeneratorExit:
             self.abort("the consumer stopped drawing the weights")
             raise
@@ -156,6 +163,8 @@ class Receiver:
             raise
         finally:
             thread.join()
+            if not drawn and self.state == "whole":  # it had arrived, and was not taken in
+                self.state, self.base = "incomplete: the consumer stopped drawing the weights", 0
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
         self.report = outcome[0]
@@ -164,16 +173,20 @@ class Receiver:
         """End the sync that runs, if any, from another thread; the senders are told the reason."""
         incoming = self.incoming
         if incoming is not None:
-            incoming.failed(SyncError(reason, phase="consume", peer=self.address))
+            incoming.failed(SyncError(reason, phase="consume", peer=self.address, tensor=self.sink.drawing))
 
     def close(self) -> None:
         """Stop listening and close all connections. Idempotent."""
         self._closing = True
         self._listener.close()
         self.abort("the receiver was closed")
-        self._drop_links()
+        with self._lock:
+            strangers = list(self._strangers)
+        for sock in strangers:
+            _shut(sock)
+        self._drop_links(data_only=False)
         deadline = time.monotonic() + 5
-        while self._links and time.monotonic() < deadline:
+        while (self._links or self._strangers) and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def __enter__(self) -> Receiver:
@@ -185,17 +198,27 @@ class Receiver:
     # --- connections: one thread each ---
 
     def _accepted(self, sock: socket.socket, peer: str) -> None:
-        if self._closing or not self._strangers.acquire(blocking=False):
+        with self._lock:
+            # The one that has been silent for longest goes: silence must not keep the job's own ends out.
+            oldest = next(iter(self._strangers)) if len(self._strangers) >= _MAX_STRANGERS else None
+            if oldest is not None:
+                del self._strangers[oldest]
+                _shut(oldest)
+            self._strangers[sock] = None
+        try:
+            threading.Thread(target=self._serve, args=(sock, peer), name="verl-fl-link", daemon=True).start()
+        except RuntimeError as error:  # no thread is to be had
+            self._strangers.pop(sock, None)
             sock.close()
-            return
-        threading.Thread(target=self._serve, args=(sock, peer), name="verl-fl-link", daemon=True).start()
+            logger.warning("weight sync: %s refused a connection from %s: %s", self.address, peer, error)
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:
             try:
                 link = answer(sock, self.id, self._secret, peer, min(self.timeout_s, 10.0))
             finally:
-                self._strangers.release()
+                with self._lock:
+                    self._strangers.pop(sock, None)
         except (SyncError, OSError) as error:
             sock.close()
             logger.warning(
@@ -221,11 +244,12 @@ class Receiver:
 
     def _serve_data(self, link: Link) -> None:
         ring: Ring | None = None
+        born_in = self.incoming
         try:
             while True:
                 frame = link.receive(idle_s=None)
                 incoming = self.incoming
-                if frame.kind == RING:
+                if frame.kind == RING and ring is None:
                     ring = Ring.adopt(link.receive_fd(), slot_bytes=frame.value, num_slots=frame.index)
                 elif frame.kind == BUCKET and incoming is not None and frame.sync == incoming.sync:
                     incoming.take(link, frame, ring)
@@ -233,7 +257,7 @@ class Receiver:
                     raise BadFrame(f"a frame of kind {frame.kind} outside of a sync", phase="buckets", peer=link.peer)
         except BaseException as error:
             incoming = self.incoming
-            if incoming is not None and link in incoming.data_links:
+            if incoming is not None and (link in incoming.data_links or born_in is incoming):
                 incoming.failed(error)
             elif not isinstance(error, SyncError) or isinstance(error, BadFrame):
                 logger.warning("weight sync: %s dropped %s: %s", self.address, link.peer, error)
@@ -245,18 +269,20 @@ class Receiver:
 
     def _fail(self, incoming: Incoming, error: BaseException) -> None:
         incoming.stop(error)
-        self._drop_links()
-        self.outlets.close()
+        for link in incoming.links():
+            link.close()
+        self._drop_links(data_only=True)  # a sender that has begun another sync keeps its control connection
         self.sink.fail(error)
+        incoming.settle()
         if incoming.wrote:
             self.base = 0
-            if not self.keep_old:
-                self.state = f"incomplete: {error}"
+        if incoming.committing or (incoming.wrote and not self.keep_old):
+            self.state = f"incomplete: {error}"
 
-    def _drop_links(self) -> None:
+    def _drop_links(self, *, data_only: bool) -> None:
         """A failed sync may have left bytes on the way; with the connections they are gone."""
         with self._lock:
-            links = list(self._links)
+            links = [link for link in self._links if not data_only or not link.hello or link.hello.kind != CONTROL]
         for link in links:
             link.close()
         self.outlets.close()
@@ -269,3 +295,9 @@ class Receiver:
             yield
         finally:
             self._busy.release()
+
+
+def _shut(sock: socket.socket) -> None:
+    """End a connection; the thread that waits on it closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

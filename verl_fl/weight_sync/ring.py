@@ -53,7 +53,11 @@ class Ring:
         if not 0 < num_slots <= 64 or not 0 < slot_bytes <= 1 << 31 or os.fstat(fd).st_size < slot_bytes * num_slots:
             os.close(fd)
             raise BadFrame(f"a ring of {num_slots} slots of {slot_bytes} bytes came with less memory", phase="buckets")
-        return cls(fd, slot_bytes, num_slots)
+        try:
+            return cls(fd, slot_bytes, num_slots)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot."""

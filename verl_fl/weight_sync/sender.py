@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import queue
 import secrets
 import struct
@@ -25,6 +26,7 @@ from verl_fl.weight_sync.edge import Bucket, Edge
 from verl_fl.weight_sync.incoming import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 from verl_fl.weight_sync.link import (
     BEGIN,
+    BUSY,
     COMMIT,
     CONFIRM,
     CONTROL,
@@ -105,7 +107,9 @@ class Sender:
         self._events: queue.Queue[tuple[Link, Any]] = queue.Queue()
         self._staging: dict[tuple, Staging] = {}
         self._copy: dict[int, torch.Tensor] = {}
-        self._base = self._copy_digest = self._last_bytes = 0
+        self._layouts: dict[int, tuple] = {}
+        """What lies in each bucket of the copy."""
+        self._base = self._last_bytes = 0
         self._busy = threading.Lock()
         self.addresses = addresses
 
@@ -144,6 +148,7 @@ class Sender:
         except BaseException as error:
             sync.stop(error)
             self.close()
+            sync.settle()
             raise
         finally:
             self._busy.release()
@@ -156,7 +161,8 @@ class Sender:
         for thread in self._threads:
             thread.join(5.0)
         self._links, self._threads, self._base = {}, [], 0
-        self._copy = {}
+        self._copy, self._layouts = {}, {}
+        self._staging = {}  # buffers of a sync that failed may never be given back
 
     def __enter__(self) -> Sender:
         return self
@@ -166,7 +172,11 @@ class Sender:
 
     def _connect(self) -> dict[str, Link]:
         """Control connections to all receivers, those that are still open kept."""
-        for address in [a for a in self._links if a not in self._addresses]:
+        while not self._events.empty():  # of an earlier sync, or the end of a connection: that receiver started anew
+            link, event = self._events.get()
+            if isinstance(event, BaseException):
+                link.close()
+        for address in [a for a, link in self._links.items() if a not in self._addresses or link.closed]:
             self._links.pop(address).close()
         new = [address for address in self._addresses if address not in self._links]
         if new:
@@ -261,6 +271,11 @@ class _Outgoing:
             except (SyncError, OSError):
                 pass  # it is gone, and learns of the failure by that
 
+    def settle(self) -> None:
+        """After :meth:`stop`, once the connections are closed: return when nothing reads the weights any more."""
+        for edge in self._edges:
+            edge.join()
+
     # --- the plan ---
 
     def _agree(self) -> list[dict[str, Any]]:
@@ -296,8 +311,12 @@ class _Outgoing:
 
     def _follow(self) -> list[dict[str, Any]]:
         """Ranks other than 0 learn from the receivers what rank 0 has decided."""
-        plans = {address: frame.json() for address, frame in self._expect(PLAN, "plan").items()}
-        self._modes = {address: str(found["mode"]) for address, found in plans.items()}
+        frames = self._expect(PLAN, "plan")
+        plans = {address: _checked_plan(frame.json(), address) for address, frame in frames.items()}
+        if len({frame.sync for frame in frames.values()}) > 1:
+            raise SyncError("the receivers are in different syncs", phase="plan", peer=", ".join(frames))
+        self._sync = next(iter(frames.values())).sync  # rank 0 numbers the syncs
+        self._modes = {address: found["mode"] for address, found in plans.items()}
         first = next(iter(plans.values()))
         if first["bucket_bytes"] != self._sender.bucket_bytes:
             raise SyncError(
@@ -329,7 +348,18 @@ class _Outgoing:
     def _prepare(self, bucket: Bucket, source: Source) -> None:
         if not self._sender.delta:
             return
+        entries = source.manifest.entries
+        layout = tuple(
+            (e.name, e.dtype, e.shape, p.start, p.offset)
+            for p in source.manifest.pieces(bucket.index)
+            for e in [entries[p.tensor]]
+        )
+        known = self._sender._layouts.get(bucket.index) == layout
+        self._sender._layouts[bucket.index] = layout
         if self._sender._base and any(edge.delta for edge in self._edges):
+            if not known:  # the model has changed: this bucket goes whole, also to those that get deltas
+                bucket.prepare = functools.partial(self._remember, bucket)
+                return
             bucket.delta = Bucket(bucket.index, [], flags=DELTA)
             bucket.prepare = functools.partial(self._encode, bucket)
         else:
@@ -376,6 +406,10 @@ class _Outgoing:
                 raise SyncError("it confirmed other bytes than were sent", phase="confirm", peer=address)
         self._tell(COMMIT)
         self._expect(DONE, "commit")
+        for link in self._links.values():
+            link.deadline = float("inf")
+        for index in [index for index in sender._copy if index >= found.num_buckets]:
+            del sender._copy[index], sender._layouts[index]
         sender._base = self._sync if sender.delta else 0
         sender._last_bytes = found.num_bytes
         modes = set(self._modes.values())
@@ -419,7 +453,13 @@ class _Outgoing:
             except queue.Empty:
                 continue
             self._raise(link, event, phase)
-            if link not in by_link or event.sync not in (self._sync, 0):
+            if link not in by_link:
+                continue
+            if event.sync not in (self._sync, 0) and kind != PLAN:  # ranks but 0 learn the number from the plan
+                continue
+            if event.kind == BUSY:  # its consumer is at work; the others wait for it as we do
+                limit = min(self._deadline, time.monotonic() + self._sender.timeout_s)
+                self._tell(BUSY)
                 continue
             if event.kind != kind:
                 raise BadFrame(f"a frame of kind {event.kind} came instead of {kind}", phase=phase, peer=link.peer)
@@ -431,6 +471,8 @@ class _Outgoing:
         while not self._sender._events.empty():
             link, event = self._sender._events.get()
             self._raise(link, event, "buckets")
+        if time.monotonic() > self._deadline:
+            raise SyncError(f"the sync took longer than its limit of {self._sender.sync_limit_s:g} s", phase="buckets")
         if self._error is not None:
             # The peer that broke the connection may have said why on the other one.
             time.sleep(0.05)
@@ -454,6 +496,10 @@ class _Outgoing:
             raise SyncError(problem, phase=phase, peer=link.peer) from event
 
     def _failed(self, error: BaseException) -> None:
+        if isinstance(error, Exception) and not isinstance(error, SyncError):
+            cause = error
+            error = SyncError(f"{type(cause).__name__}: {cause}", phase="buckets")
+            error.__cause__ = cause
         if self._error is None:
             self._error = error
         for edge in self._edges:
@@ -467,7 +513,7 @@ def _attempt(call: Callable[[], Any]) -> Any:
         return error
 
 
-def _wanted(states: list[dict[str, Any]]) -> dict[str, torch.dtype]:
+def _wanted(states: Sequence[dict[str, str]]) -> dict[str, torch.dtype]:
     """What each tensor is cast to: what every receiver that names it wants; where they differ, nothing."""
     found: dict[str, set[str]] = {}
     for state in states:
@@ -482,9 +528,23 @@ def _wanted(states: list[dict[str, Any]]) -> dict[str, torch.dtype]:
 
 def _checked_state(state: dict[str, Any], peer: str) -> dict[str, Any]:
     kinds = {"base": int, "speed": (int, float), "dtypes": dict, "host": str, "unix": str}
-    if not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):  # type: ignore[arg-type]
+    good = all(isinstance(state.get(name), kind) for name, kind in kinds.items())  # type: ignore[arg-type]
+    if not good or not _are_dtypes(state["dtypes"]) or not math.isfinite(state["speed"]):
         raise BadFrame("a state that makes no sense", phase="begin", peer=peer)
     return state
+
+
+def _checked_plan(found: dict[str, Any], peer: str) -> dict[str, Any]:
+    kinds = {"bucket_bytes": int, "root": bool, "wants": list, "me": dict}
+    good = all(isinstance(found.get(name), kind) for name, kind in kinds.items())
+    good = good and all(isinstance(found["me"].get(name), str) for name in ("host", "unix"))
+    if not good or found.get("mode") not in ("full", "delta") or not all(map(_are_dtypes, found["wants"])):
+        raise BadFrame("a plan that makes no sense", phase="plan", peer=peer)
+    return found
+
+
+def _are_dtypes(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(dtype, str) for dtype in value.values())
 
 
 def _check(rank: int, num_ranks: int, transport: Any, topology: str, lanes: int, bucket_bytes: int) -> None:

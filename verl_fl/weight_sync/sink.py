@@ -34,11 +34,14 @@ class Sink:
         self._views: list[memoryview | None] = []
         self._missing: list[int] = []
         self._gap = bytearray(64)
+        self.drawing = ""
+        """The tensor that a consumer has now."""
         self._lock = threading.Lock()
 
     def begin(self, manifest: Manifest) -> None:
         """A sync starts; ``manifest`` is empty and will grow."""
         self.manifest, self.buffers, self._views, self._missing = manifest, [], [], []
+        self._gap = bytearray(64)  # all senders fill gaps with zeros; a damaged bucket may have left something else
 
     def extend(self) -> None:
         """The manifest has grown.
@@ -73,6 +76,9 @@ class Sink:
                 arrived = not self._missing[piece.tensor]
             if arrived:
                 self._arrived(piece.tensor)
+
+    def settle(self, wait: Callable[[], None]) -> None:
+        """Return when what came has been taken in, before this end confirms it; ``wait`` is called meanwhile."""
 
     def unchanged(self) -> bool:
         """Whether what the last sync left is still there, for a delta to start from."""
@@ -219,9 +225,9 @@ class Stream(Sink):
         self._reset()
 
     def _reset(self) -> None:
-        self._held = self._lowest = 0
+        self._held, self._lowest, self.drawing = 0, 0, ""
         self._closed: set[int] = set()
-        self._whole = self._committed = False
+        self._whole = self._committed = self._drawn = False
         self._error: BaseException | None = None
         self.recycle = True
         """Whether a buffer may be used again once the consumer has gone on; not while others still send from it."""
@@ -255,6 +261,13 @@ class Stream(Sink):
             super().done(bucket)
             self._changed.notify_all()
 
+    def settle(self, wait: Callable[[], None]) -> None:
+        # A consumer that fails has failed the sync, also where the link was faster than it.
+        with self._changed:
+            while not self._keep_old and not self._drawn:
+                self._changed.wait(0.2)
+                wait()
+
     def commit(self) -> None:
         with self._changed:
             self._committed = True
@@ -273,7 +286,9 @@ class Stream(Sink):
         """
         tensor = 0
         while self._wait_for(tensor):
-            yield self.manifest.entries[tensor].name, self.buffers[tensor]
+            entry = self.manifest.entries[tensor]
+            self.drawing = entry.name
+            yield entry.name, self.buffers[tensor if entry.alias_of < 0 else entry.alias_of]
             self._release(tensor)
             tensor += 1
 
@@ -285,8 +300,12 @@ class Stream(Sink):
                 there = tensor < len(self.buffers) and not self._missing[tensor]
                 if there and (self._committed or not self._keep_old):
                     return True
-                if self._committed and tensor == len(self.buffers):
-                    return False
+                if self._whole and tensor == len(self.buffers):
+                    if not self._drawn:
+                        self._drawn = True
+                        self._changed.notify_all()
+                    if self._committed:
+                        return False
                 self._changed.wait(1.0)
 
     def _release(self, tensor: int) -> None:
@@ -323,7 +342,7 @@ class Stream(Sink):
             self._held += need
 
     def _buffer(self, entry: Entry) -> torch.Tensor:
-        if not self._keep_all:
+        if not self._keep_all and entry.num_bytes:
             return torch.empty(entry.shape, dtype=entry.dtype, device="meta")  # made when its first bytes come
         kept = self._copies.get(entry.name)
         if kept is None or kept.dtype != entry.dtype or tuple(kept.shape) != entry.shape:

@@ -75,9 +75,10 @@ class Source:
         tensors = []
         for name, tensor in weights.items():
             tensor = _sendable(name, tensor)
-            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            dtype = self._wire_dtype(name, tensor)
+            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, dtype)
             alias = seen.get(place, -1) if tensor.numel() else -1
-            index = self.manifest.append(Entry(name, self._wire_dtype(name, tensor), tuple(tensor.shape), alias))
+            index = self.manifest.append(Entry(name, dtype, tuple(tensor.shape), alias))
             seen.setdefault(place, index)
             tensors.append(tensor)
         self._tell(whole=True)
@@ -118,7 +119,7 @@ class Source:
             item = next(iterator, None)
             if item is None:
                 break
-            name, tensor = item
+            name, tensor = item if isinstance(item, tuple | list) and len(item) == 2 else (item, None)
             tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             self.seconds["gather"] += time.perf_counter() - begin
             tensor = _sendable(name, tensor)
@@ -186,7 +187,11 @@ class Source:
             self.overflowed[name] = self.overflowed.get(name, 0) + lost
 
     def _staged(self, index: int, pieces: list[Piece], slot: Slot) -> Bucket:
-        size = self.manifest.bucket_size(index)
+        size, at = self.manifest.bucket_size(index), 0
+        for piece in pieces:  # what lies between tensors is zero, or the ends would differ in bytes that nobody has
+            slot.view[at : piece.offset] = bytes(piece.offset - at)
+            at = piece.offset + piece.size
+        slot.view[at:size] = bytes(size - at)
         bytes_of = [(slot.tensor[p.offset : p.offset + p.size], self._itemsize(p), p.offset) for p in pieces]
         return Bucket(index, [slot.view[:size]], pieces=bytes_of, release=slot.free)
 
