@@ -110,7 +110,8 @@ def _register_adapter(module: ModuleType) -> None:
 
 
 def _register_checkpoint_engine(_: ModuleType) -> None:
-    import verl_fl.weight_sync.gloo_engine  # noqa: F401  registers itself, also when it was imported first
+    import verl_fl.weight_sync.engine
+    import verl_fl.weight_sync.gloo_engine  # noqa: F401  both register themselves, also when they were imported first
 
 
 _HOOKS = {

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_fl._errors import explain
+from verl_fl.weight_sync.engine import check_bucket_size
 
 _ALIGN = 64
 Entry = tuple[str, str, list[int], int]
@@ -35,15 +35,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, timeout_s: float = 600.0) -> None:
-        if bucket_size < 1:
-            raise ValueError(
-                explain(
-                    "a bucket of no bytes carries nothing",
-                    asked=f"rollout.checkpoint_engine.update_weights_bucket_megabytes={bucket_size >> 20}",
-                    legal="1 or more",
-                    fix="256 suits most models",
-                )
-            )
+        check_bucket_size(bucket_size)
         self.bucket_size = bucket_size
         self.is_master = is_master
         self.timeout = timedelta(seconds=timeout_s)

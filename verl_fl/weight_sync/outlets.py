@@ -73,7 +73,7 @@ class Outlets:
     """
 
     def __init__(self, session: bytes, rank: int, secret: bytes, *, lanes: int, timeout_s: float) -> None:
-        self._session, self._rank, self._secret = session, rank, secret
+        self._session, self._rank, self.secret = session, rank, secret
         self._lanes, self._timeout_s = lanes, timeout_s
         self._links: dict[tuple[str, str], list[Link]] = {}
         self._ring: Ring | None = None
@@ -130,7 +130,7 @@ class Outlets:
         links: list[Link] = []
         self._links[key] = links
         for lane in range(1 if key[1] == "shm" else self._lanes):
-            link, _ = dial(place, Hello(DATA, self._session, self._rank, lane), self._secret, self._timeout_s)
+            link, _ = dial(place, Hello(DATA, self._session, self._rank, lane), self.secret, self._timeout_s)
             link.peer = end.address
             links.append(link)
         if key[1] == "shm":

@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,6 +93,15 @@ class Receiver:
         """``tcp://host:port``, for the sender."""
 
     @property
+    def secret(self) -> bytes:
+        """Of the job; connections that are made after a change need the new one."""
+        return self._secret
+
+    @secret.setter
+    def secret(self, secret: bytes | str) -> None:
+        self._secret = self.outlets.secret = job_secret(secret)
+
+    @property
     def below(self) -> Below:
         """How this receiver names itself to the ends above it."""
         return Below(self.address, host_id(), self._listener.unix)
@@ -128,7 +137,7 @@ class Receiver:
             self.state, self.version, self.base = "whole", report.version, incoming.sync if self.delta else 0
             return report
 
-    def stream(self, timeout_s: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(self, timeout_s: float | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Take one sync and yield each tensor once, in the sender's order, as a host tensor; valid until the next.
 
         The iteration ends when the sync is whole and every end knows it.
