@@ -12,7 +12,7 @@ KEY := pyproject.toml constraints.txt Makefile
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install install-dev test lint bench clean
+.PHONY: help demo install install-dev test soak lint bench clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -26,6 +26,9 @@ install-dev: $(VENV)/.installed-dev  ## The same, with what the tests and checks
 
 test: install-dev  ## Run all tests except those marked slow.
 	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+
+soak: install-dev  ## Weight sync for long: 200 random faults, memory over 1,000 syncs, deltas with kills between.
+	$(BIN)/python -m pytest -m slow -s tests/contract/test_weight_sync_faults.py
 
 lint: install-dev  ## Style, formatting, types.
 	$(BIN)/ruff check .

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import secrets
 import signal
 import socket
 import threading
@@ -27,6 +29,7 @@ from weight_sync_faults import (
     model,
     nothing_left,
     owned,
+    rss_mib,
     same_bits,
 )
 
@@ -168,9 +171,10 @@ class _Job:
             assert all(done), f"the sender says all is well, the receivers {received}"
         return answers
 
-    def well(self, version: int) -> None:
+    def well(self, version: int) -> list[Any]:
         answers = self.sync(version)
         assert all(answer is not None and answer[0] for answer in answers), answers
+        return answers
 
     def restart(self, which: int) -> None:
         """Kill one end and start it anew; a receiver has another address then."""
@@ -581,3 +585,54 @@ def test_a_sender_that_is_slow_within_the_limit_succeeds_and_one_beyond_it_fails
         assert not ends.received[0].ok and not ends.sent[0].ok and time.monotonic() - begin < 3.5
         assert "the list of tensors did not end" in str(ends.sent[0].error)
         rig.well(3)
+
+
+# --- long: make soak ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_random_faults():
+    seed = int(os.environ.get("FAULTS_SEED", secrets.randbelow(1 << 30)))
+    print(f"\nFAULTS_SEED={seed} repeats these faults")
+    rng = random.Random(seed)
+    for k in range(200):
+        each = rng.getrandbits(32)
+        what: Any = _hurt_at(each) if k % 4 == 3 else (rng.choice(list(SETUPS)), _fault(each, 50_000), rng.randrange(3))
+        try:
+            with nothing_left():
+                (_hurt if k % 4 == 3 else _break)(*what)
+        except BaseException as error:
+            raise AssertionError(f"fault {k} of FAULTS_SEED={seed}: {what}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("setup", ["shm", "tree of deltas", "window"])
+def test_memory_stays_flat_over_a_thousand_syncs(setup):
+    with Rig(**SETUPS[setup], timeout_s=10.0, sync_limit_s=20.0) as rig:
+        for version in range(1, 201):
+            rig.well(version)
+        begin = rss_mib()
+        for version in range(201, 1201):
+            rig.well(version)
+        grown = rss_mib() - begin
+    print(f"\n{setup}: {grown:.1f} MiB more after 1,000 syncs")
+    assert grown < 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_deltas_with_kills_in_between_are_bit_exact():
+    rng = random.Random(SENTINEL)
+    deltas = kills = 0
+    with _Job({"receivers": 2, "delta": True, "transport": "tcp"}) as job:
+        for version in range(1, 1001):
+            if rng.random() < 0.03:
+                which = rng.randrange(len(job.ends))
+                job.sync(version, (which, signal.SIGKILL, rng.uniform(0, 0.02)))
+                job.restart(which)
+                kills += 1
+            else:
+                deltas += job.well(version)[-1][4] == "delta"
+    assert kills > 10 and deltas > 800, (kills, deltas)

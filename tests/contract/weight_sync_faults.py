@@ -631,13 +631,14 @@ def _child(pipe: Connection, kind: str, options: dict[str, Any]) -> None:
         except BaseException as error:
             result.error = error
         result.seconds = time.monotonic() - begin
-        pipe.send((result.ok, str(result.error), held(receiver, targets, before, result), receiver.version))
+        pipe.send((result.ok, str(result.error), held(receiver, targets, before, result), receiver.version, ""))
 
 
-def _outcome(work: Callable[[], Any]) -> tuple[bool, str, str, int]:
+def _outcome(work: Callable[[], Any]) -> tuple[bool, str, str, int, str]:
     try:
-        return True, "", "", work().version
+        report = work()
+        return True, "", "", report.version, report.mode
     except SyncError as error:
-        return False, str(error), "", -1
+        return False, str(error), "", -1, ""
     except BaseException as error:
-        return False, str(error), f"an error that is no SyncError: {error!r}", -1
+        return False, str(error), f"an error that is no SyncError: {error!r}", -1, ""

@@ -151,8 +151,8 @@ def pack(entries: Iterable[Entry]) -> bytes:
         name, dtype = entry.name.encode(), dtype_name(entry.dtype).encode()
         if len(name) > MAX_NAME_BYTES or len(entry.shape) > MAX_DIMS:
             raise ValueError(
-                f"{entry.describe()} does not fit: a name has at most {MAX_NAME_BYTES} bytes of UTF-8, "
-                f"a shape at most {MAX_DIMS} dims"
+                f"a name has at most {MAX_NAME_BYTES} bytes of UTF-8 and a shape at most {MAX_DIMS} dims, "
+                f"not {len(name)} and {len(entry.shape)}: {entry.name[:200]}"
             )
         alias = _NO_ALIAS if entry.alias_of < 0 else entry.alias_of
         parts.append(_HEAD.pack(len(name), len(dtype), len(entry.shape), alias))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verl_fl.weight_sync import memory
+from verl_fl.weight_sync._errors import SyncError
 
 SLOTS = 3
 """Buffers a stage: one is filled, one is on its way, one is being emptied."""
@@ -127,4 +128,9 @@ class Staging:
                 return torch.empty(self.bucket_bytes, dtype=torch.uint8, pin_memory=True)
             except RuntimeError:
                 pass  # no pinned memory here: the copies are slower, and still right
-        return torch.empty(self.bucket_bytes, dtype=torch.uint8)
+        try:
+            return torch.empty(self.bucket_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise SyncError(
+                f"no host memory for a buffer of {self.bucket_bytes} bytes", phase="buckets", fix="use smaller buckets"
+            ) from error
