@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_fl.weight_sync import memory
+from verl_fl.weight_sync import memory, pump
 from verl_fl.weight_sync._errors import SyncError
 from verl_fl.weight_sync.link import BUCKET, IN_RING, RELEASE, Frame, Link
 from verl_fl.weight_sync.ring import Ring
@@ -93,6 +93,21 @@ class Bucket:
                 self._release()
 
 
+class Run:
+    """Buckets that lie still in plain host memory: they are queued at once, and moved by compiled loops.
+
+    Args:
+        keep: what owns the memory.
+    """
+
+    def __init__(self, layout: pump.Layout, buckets: Sequence[int], keep: Any = None) -> None:
+        self.layout, self.buckets, self.keep = layout, buckets, keep
+        self.size = sum(layout.size(bucket) for bucket in buckets)
+
+    def drop(self) -> None:
+        """Nothing is to be freed."""
+
+
 class Edge:
     """A way out, for one sync; ``offer`` buckets in order, then ``finish``.
 
@@ -113,7 +128,7 @@ class Edge:
         """Seconds its threads spent sending, all together."""
         self._on_error = on_error
         self._failed = False
-        self._queues: list[queue.Queue[Bucket | None]] = [queue.Queue(DEPTH) for _ in range(lanes)]
+        self._queues: list[queue.Queue[Bucket | Run | None]] = [queue.Queue(DEPTH) for _ in range(lanes)]
         self._next = 0
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"verl-fl-edge-{lane}", daemon=True)
@@ -128,12 +143,20 @@ class Edge:
         lane, self._next = self._next, (self._next + 1) % len(self._queues)
         self._put(lane, bucket)
 
-    def finish(self) -> None:
-        """Return when all that was offered has left, or the edge has failed."""
+    def offer_run(self, run: Run) -> None:
+        """Queue all of a run, shared among the lanes."""
+        lanes = len(self._queues)
+        for lane in range(lanes):
+            self._put(lane, Run(run.layout, run.buckets[lane::lanes], run.keep))
+
+    def finish(self, look: Callable[[], None]) -> None:
+        """Return when all that was offered has left, or the edge has failed; ``look`` is called now and then."""
         for lane in range(len(self._queues)):
             self._put(lane, None)
         for thread in self._threads:
-            thread.join()
+            while thread.is_alive():
+                thread.join(0.2)
+                look()
 
     def abort(self) -> None:
         """Stop; queued buckets are dropped. The connections are closed by their owner, which wakes the threads."""
@@ -144,7 +167,7 @@ class Edge:
         for thread in self._threads:
             thread.join()
 
-    def _put(self, lane: int, item: Bucket | None) -> None:
+    def _put(self, lane: int, item: Bucket | Run | None) -> None:
         while not self._failed:
             try:
                 self._queues[lane].put(item, timeout=0.2)
@@ -154,7 +177,7 @@ class Edge:
         if item is not None:
             item.drop()
 
-    def _take(self, lane: int) -> Bucket | None:
+    def _take(self, lane: int) -> Bucket | Run | None:
         while not self._failed:
             try:
                 return self._queues[lane].get(timeout=0.2)
@@ -167,7 +190,10 @@ class Edge:
         try:
             while (bucket := self._take(lane)) is not None:
                 begin = time.perf_counter()
-                self._send(lane, bucket)
+                if isinstance(bucket, Run):
+                    self._send_run(lane, bucket)
+                else:
+                    self._send(lane, bucket)
                 self.busy_s += time.perf_counter() - begin
                 bucket.drop()
             if not self._failed:
@@ -184,6 +210,9 @@ class Edge:
                     left.drop()
 
     def _send(self, lane: int, bucket: Bucket) -> None:
+        raise NotImplementedError
+
+    def _send_run(self, lane: int, run: Run) -> None:
         raise NotImplementedError
 
     def _drain(self, lane: int) -> None:
@@ -216,6 +245,10 @@ class StreamEdge(Edge):
         self._links[lane].send_frame(frame, ready.parts)
         self.sent_bytes += ready.size
 
+    def _send_run(self, lane: int, run: Run) -> None:
+        self._links[lane].send_buckets(run.layout, self.sync, run.buckets)
+        self.sent_bytes += run.size
+
 
 class RingEdge(Edge):
     """Shared memory, written once for all local peers; their sockets carry only which slot to read, and its release.
@@ -245,31 +278,39 @@ class RingEdge(Edge):
             if self._links[delta]:
                 self._fill(bucket.ready(delta=delta), self._links[delta])
 
+    def _send_run(self, lane: int, run: Run) -> None:
+        hasher = pump.Hasher()
+        for index in run.buckets:
+            slot = self._slot()
+            view = self._ring.slot(slot)
+            checksum = pump.gather(hasher, run.layout, index, view)
+            view.release()
+            self._announce(
+                slot, Frame(BUCKET, self.sync, run.layout.size(index), index, checksum=checksum), self._links[0]
+            )
+
     def _fill(self, bucket: Bucket, links: Sequence[Link]) -> None:
-        if bucket.size > self._ring.slot_bytes:
-            raise SyncError(f"a bucket of {bucket.size} bytes in slots of {self._ring.slot_bytes}", phase="buckets")
-        while not self._free:
-            self._collect()
-        slot = self._free.pop()
+        slot = self._slot()
         view, at = self._ring.slot(slot), 0
         for part in bucket.parts:
             memory.copy(view[at : at + len(part)], part)
             at += len(part)
         view.release()
-        frame = Frame(
-            BUCKET,
-            self.sync,
-            0,
-            bucket.index,
-            slot << 32 | bucket.size,
-            bucket.flags | IN_RING,
-            bucket.checksum(),
-            bucket.meta,
-        )
+        frame = Frame(BUCKET, self.sync, bucket.size, bucket.index, 0, bucket.flags, bucket.checksum(), bucket.meta)
+        self._announce(slot, frame, links)
+
+    def _slot(self) -> int:
+        while not self._free:
+            self._collect()
+        return self._free.pop()  # the one that was used last is still in the cache
+
+    def _announce(self, slot: int, frame: Frame, links: Sequence[Link]) -> None:
+        """Tell the readers of a slot that it is full."""
+        self.sent_bytes += frame.size
+        frame.value, frame.size, frame.flags = slot << 32 | frame.size, 0, frame.flags | IN_RING
         self._readers[slot] = links
         for link in links:
             link.send_frame(frame)
-        self.sent_bytes += bucket.size
 
     def _collect(self) -> None:
         """Read a release of the slot that was filled first from each of its readers; they release in that order."""

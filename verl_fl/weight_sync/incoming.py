@@ -8,12 +8,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import xxhash
 
-from verl_fl.weight_sync import delta, manifest, memory
+from verl_fl.weight_sync import delta, manifest, memory, pump
 from verl_fl.weight_sync._errors import BadFrame, SyncError
 from verl_fl.weight_sync.edge import Bucket, Edge
 from verl_fl.weight_sync.link import (
@@ -50,6 +51,16 @@ _DELTA_HEAD = struct.Struct("<Q")
 _DELTA_PIECE = struct.Struct("<BI")
 
 
+@dataclass(slots=True)
+class Kept:
+    """What the next sync of the same model need not make again."""
+
+    meta: bytes = b""
+    manifest: Manifest = field(default_factory=lambda: Manifest(MIN_BUCKET_BYTES))
+    key: Any = None
+    layout: pump.Layout | None = None
+
+
 class Incoming:
     """The state of one sync; :meth:`take` is called by the data connections' threads, the rest by one thread.
 
@@ -73,12 +84,15 @@ class Incoming:
         self._changed = threading.Condition()
         self._deadline = float("inf")
         self._moved = self._told = 0.0
+        self._looping = 0
+        """Data connections that are inside of a compiled loop."""
         self._taking = 0
         """Data connections that are inside of a bucket."""
         self._manifest = Manifest(MIN_BUCKET_BYTES)
         self._whole = False
         self._got: dict[int, int] = {}
-        """Checksum by bucket."""
+        """Checksum by bucket; not of those that a compiled loop took, which stand in the layout."""
+        self._layout: pump.Layout | None = None
         self._busy: set[int] = set()
         self._ends: dict[int, dict[str, Any]] = {}
         self._edges: list[Edge] = []
@@ -135,7 +149,10 @@ class Incoming:
         self._ranks[0].send(READY, self.sync)
         self._collect()
         for edge in self._edges:
-            edge.finish()
+            edge.finish(self._raise_if_failed)
+        if self._layout is not None:
+            self._wire_bytes += self._manifest.num_bytes
+            self._sink.all_done()
         self._sink.settle(self._look)
         self._raise_the_cause()
         self._confirm()
@@ -194,7 +211,7 @@ class Incoming:
         for edge in self._edges:
             edge.join()
         with self._changed:
-            while self._taking:
+            while self._taking or self._looping:
                 self._changed.wait(0.2)
 
     def links(self) -> set[Link]:
@@ -236,9 +253,7 @@ class Incoming:
 
     def _collect(self) -> None:
         """Until the manifest is whole, every rank has ended, and every bucket is there."""
-        while not (
-            self._whole and len(self._ends) == len(self._ranks) and len(self._got) == self._manifest.num_buckets
-        ):
+        while not (self._whole and len(self._ends) == len(self._ranks) and self._complete()):
             link, event = self._next(self._patience, "buckets", self._absent)
             self._raise_the_cause()
             if link is None:
@@ -256,12 +271,15 @@ class Incoming:
             raise BadFrame(
                 "a manifest after its end, or from a rank that has none to say", phase="manifest", peer=link.peer
             )
+        kept = self._receiver.kept
         with self._changed:
-            for entry in manifest.unpack(frame.meta, link.peer):
-                try:
-                    self._manifest.append(entry)
-                except ValueError as error:
-                    raise SyncError(str(error), phase="manifest", peer=link.peer, tensor=entry.name) from error
+            as_before = frame.flags and not self._manifest.entries and frame.meta == kept.meta
+            if as_before and kept.manifest.bucket_bytes == self._manifest.bucket_bytes:
+                self._manifest = kept.manifest
+                self._sink.manifest = kept.manifest
+            else:
+                kept.meta = frame.meta if frame.flags and not self._manifest.entries else b""
+                self._read_entries(frame, link)
             self._sink.extend()
             if frame.flags:
                 if not self._manifest.entries:
@@ -272,8 +290,29 @@ class Incoming:
                         fix="a sync of nothing would leave old weights in use",
                     )
                 self._sink.complete()
+                kept.manifest = self._manifest
+                self._layout = self._still_layout()
                 self._whole = True
             self._changed.notify_all()
+
+    def _read_entries(self, frame: Frame, link: Link) -> None:
+        for entry in manifest.unpack(frame.meta, link.peer):
+            try:
+                self._manifest.append(entry)
+            except ValueError as error:
+                raise SyncError(str(error), phase="manifest", peer=link.peer, tensor=entry.name) from error
+
+    def _still_layout(self) -> pump.Layout | None:
+        """Where the buckets go, if a compiled loop can put them there: straight to their tensors, and nowhere else."""
+        views = self._sink.still_views() if self._mode == "full" and not self._edges and not self._busy else None
+        if views is None or pump.kernel()[0] is None:
+            return None
+        key = (self._manifest, [buffer.data_ptr() for buffer in self._sink.buffers])
+        kept = self._receiver.kept
+        if kept.layout is None or kept.key != key:
+            kept.key, kept.layout = key, pump.Layout(self._manifest, views, sending=False)
+        kept.layout.reset()
+        return kept.layout
 
     def _end(self, frame: Frame, link: Link) -> None:
         assert link.hello is not None
@@ -296,10 +335,12 @@ class Incoming:
         """Say to each rank the digest of what came from it, in the order of its buckets."""
         num_ranks = len(self._ranks)
         for rank, link in self._ranks.items():
-            digest = xxhash.xxh3_64()
-            for bucket in range(rank, self._manifest.num_buckets, num_ranks):
-                digest.update(self._got[bucket].to_bytes(8, "little"))
-            link.send(CONFIRM, self.sync, value=digest.intdigest())
+            if self._layout is not None:
+                checksums = self._layout.digest_bytes(rank, num_ranks)
+            else:
+                mine = range(rank, self._manifest.num_buckets, num_ranks)
+                checksums = b"".join(self._got[bucket].to_bytes(8, "little") for bucket in mine)
+            link.send(CONFIRM, self.sync, value=xxhash.xxh3_64_intdigest(checksums))
 
     def _expect(self, kind: int, phase: str, ranks: set[int]) -> list[Frame]:
         found: dict[int, Frame] = {}
@@ -325,7 +366,8 @@ class Incoming:
     def _absent(self) -> str:
         """What a sync that does not go on waits for."""
         with self._changed:
-            absent = [index for index in range(self._manifest.num_buckets) if index not in self._got]
+            there = set(self._got if self._layout is None else self._layout.known())
+            absent = [index for index in range(self._manifest.num_buckets) if index not in there]
             pieces = self._manifest.pieces(absent[0]) if absent else ()
             names = ", ".join([self._manifest.entries[piece.tensor].name for piece in pieces][:3])
             if not self._whole:
@@ -446,17 +488,58 @@ class Incoming:
         if slot >= 0:
             link.send(RELEASE, self.sync, index=slot)
         with self._changed:
-            self._wire_bytes += size
+            self._wire_bytes += size if self._layout is None else 0
             self._stages["receive"] += waited - begin
             self._stages["unpack"] += time.perf_counter() - waited
         for edge in self._edges:
             edge.offer(bucket)
         self._sink.done(frame.index)
         with self._changed:
-            self._got[frame.index] = frame.checksum
-            complete = len(self._got) == self._manifest.num_buckets
+            if self._layout is None:
+                self._got[frame.index] = frame.checksum
+            else:
+                self._layout.mark(frame.index, frame.checksum)
+            complete = self._complete()
         if complete:
             self._receiver.events.put((None, None))  # type: ignore[arg-type]
+
+    def _complete(self) -> bool:
+        """Whether every bucket of a whole manifest is there."""
+        if not self._whole:
+            return False
+        return not self._layout.missing if self._layout else len(self._got) == self._manifest.num_buckets
+
+    def take_many(self, link: Link, ring: Ring | None) -> Frame | None:
+        """Take buckets by a compiled loop, where that can be done, until another frame or the last bucket comes."""
+        layout = self._layout
+        if layout is None or self._complete():
+            return None
+        begin = time.perf_counter()
+
+        def moved(buckets: int) -> bool:
+            nonlocal begin
+            now = time.perf_counter()
+            with self._changed:
+                if buckets:
+                    self._moved = time.monotonic()
+                    self._stages["receive"] += now - begin
+                begin = now
+            self._raise_if_failed()
+            if self._complete():
+                self._receiver.events.put((None, None))  # type: ignore[arg-type]
+                return False
+            return True
+
+        with self._changed:
+            self._looping += 1
+        try:
+            return link.receive_buckets(layout, self.sync, ring, moved)
+        except pump.Damaged as error:
+            self._damaged(link, error.bucket)
+        finally:
+            with self._changed:
+                self._looping -= 1
+                self._changed.notify_all()
 
     def _source(self, frame: Frame, ring: Ring | None, link: Link) -> tuple[int, memoryview | None, int]:
         if not frame.flags & IN_RING:
@@ -542,8 +625,9 @@ class Incoming:
                     raise SyncError("a bucket came and its manifest did not", phase="manifest", peer=link.peer)
                 self._changed.wait(0.2)
             self._raise_if_failed()
-            if index >= self._manifest.num_buckets or index in self._busy:
-                what = "came twice" if index in self._busy else f"of {self._manifest.num_buckets}"
+            twice = index in self._busy or (self._layout is not None and self._layout.is_known(index))
+            if index >= self._manifest.num_buckets or twice:
+                what = "came twice" if twice else f"of {self._manifest.num_buckets}"
                 raise BadFrame(f"bucket {index} {what}", phase="buckets", peer=link.peer)
             self._busy.add(index)
             self._taking += 1
@@ -551,7 +635,7 @@ class Incoming:
     def _keep(self, index: int) -> list[torch.Tensor]:
         return [self._sink.buffers[piece.tensor] for piece in self._manifest.pieces(index)] if self._edges else []
 
-    def _damaged(self, link: Link, index: int) -> None:
+    def _damaged(self, link: Link, index: int) -> NoReturn:
         names = [self._manifest.entries[piece.tensor].name for piece in self._manifest.pieces(index)]
         raise SyncError(
             f"bucket {index} arrived damaged: its checksum differs",

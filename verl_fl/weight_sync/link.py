@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import hmac
 import json
 import os
@@ -11,13 +12,15 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from verl_fl.weight_sync import pump
 from verl_fl.weight_sync._errors import BadFrame, Refused, SyncError
+from verl_fl.weight_sync.ring import Ring
 
 PROTOCOL = 1
 MAX_META_BYTES = 64 << 20
@@ -37,6 +40,8 @@ _FRAME = struct.Struct("<4sBBHQQQQIIQQ")
 _PROOF_BYTES = 32
 _TICK_S = 0.5
 _IOV_MAX = 512
+_RUN = 64
+"""Buckets that a compiled loop moves before it looks up."""
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 Buffer = Any
 """Whatever has the buffer protocol."""
@@ -100,6 +105,7 @@ class Link:
         """Monotonic time after which every wait fails, progress or not."""
         self._sock = sock
         self._header = bytearray(_FRAME.size)
+        self._limit = 0.0
         # The kernel's own timeouts keep the socket blocking: no poll before each call, and a tick to look at limits.
         tick = struct.pack("@ll", int(_TICK_S), int(_TICK_S % 1 * 1e6))
         sock.settimeout(None)
@@ -147,6 +153,9 @@ class Link:
             idle_s: limit of the wait for the frame's first byte; 0: the link's own, None: none.
         """
         self._read_all([self._header], idle_s=self.timeout_s if idle_s == 0.0 else idle_s)
+        return self._rest_of_frame()
+
+    def _rest_of_frame(self) -> Frame:
         magic, kind, flags, _, sync, size, index, value, meta_size, _, checksum, check = _FRAME.unpack(self._header)
         if magic != b"VFLF":
             raise BadFrame("bytes that are no frame", phase="frame", peer=self.peer)
@@ -193,6 +202,78 @@ class Link:
         if not fds:
             raise BadFrame("shared memory was announced and did not come", phase="buckets", peer=self.peer)
         return fds[0]
+
+    # --- whole runs of buckets, moved by compiled loops ---
+
+    def send_buckets(self, layout: pump.Layout, sync: int, buckets: Sequence[int]) -> None:
+        """Send buckets from where ``layout`` says that they lie."""
+        progress, at = pump.Progress(), ctypes.c_int64()
+        index = (ctypes.c_uint64 * len(buckets))(*buckets)
+        before = (-1, -1)
+        with self._own_descriptor() as fd:
+            hasher = pump.Hasher()
+            while at.value < len(buckets):
+                code = pump.send(fd, hasher, layout, sync, index, min(len(buckets), at.value + _RUN), at, progress)
+                before = self._pumped(code, before, (at.value, progress.at), "took no more bytes")
+
+    def receive_buckets(
+        self, layout: pump.Layout, sync: int, ring: Ring | None, moved: Callable[[int], bool]
+    ) -> Frame | None:
+        """Receive buckets to where ``layout`` says that they go; each is verified.
+
+        Args:
+            moved: told now and then how many buckets have come since; whether to go on.
+
+        Returns:
+            A frame that is no whole bucket of this sync, or None after the last bucket.
+
+        Raises:
+            SyncError: as :meth:`read_into`.
+            BadFrame: a bucket that can't be, or that comes twice.
+            pump.Damaged: its bytes are not what its checksum says.
+        """
+        progress, got = pump.Progress(), ctypes.c_int64()
+        memory = ring.describe() if ring is not None else (0, 0, 0)
+        before = (-1, -1)
+        with self._own_descriptor() as fd:
+            hasher = pump.Hasher()
+            while True:
+                got.value = 0
+                code = pump.receive(fd, hasher, layout, sync, memory, _RUN, got, progress)
+                go_on = moved(got.value)
+                if code == pump.STRANGE:
+                    self._header[:] = bytes(progress.header)
+                    return self._rest_of_frame()
+                if not go_on and not progress.inside and not progress.at:
+                    return None
+                if code in pump.REASONS:
+                    pump.refuse(code, progress, self.peer)
+                if code == pump.CLOSED:
+                    raise SyncError("the peer closed the connection", phase="wait", peer=self.peer)
+                idle = code == pump.TICK and not progress.inside and not progress.at
+                now = (-1, -1) if idle else (progress.bucket, progress.at)
+                before = self._pumped(code, (-2, -2) if idle else before, now, "sent nothing more")
+
+    def _pumped(self, code: int, before: tuple[int, int], now: tuple[int, int], what: str) -> tuple[int, int]:
+        """After a loop has returned: its error, or its limits."""
+        if code > 0:
+            raise self._broken(OSError(code, os.strerror(code)))
+        if before != now:
+            self._limit = time.monotonic() + self.timeout_s
+        self._check(self._limit, what)
+        return now
+
+    @contextlib.contextmanager
+    def _own_descriptor(self) -> Iterator[int]:
+        """One that :meth:`close` does not close: its number can't be another file's while a loop uses it."""
+        try:
+            fd = os.dup(self._sock.fileno())
+        except OSError as error:
+            raise self._broken(error) from error
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     # --- bytes ---
 

@@ -81,6 +81,7 @@ class Manifest:
         self.num_bytes = 0
         self.offsets: list[int] = []
         self._names: dict[str, int] = {}
+        self._packed = (0, b"")
         self._starts: list[int] = []  # of tensors with bytes of their own, ascending
         self._owners: list[int] = []
         for entry in entries:
@@ -110,6 +111,12 @@ class Manifest:
         self.entries.append(entry)
         self._names[entry.name] = index
         return index
+
+    def packed(self) -> bytes:
+        """All entries as they travel."""
+        if len(self._packed[1]) == 0 or self._packed[0] != len(self.entries):
+            self._packed = len(self.entries), pack(self.entries)
+        return self._packed[1]
 
     def index(self, name: str) -> int | None:
         """The entry's index by name."""

@@ -16,13 +16,9 @@ _ZEROS = bytearray(ALIGN)
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes lie in host memory in one run, in order."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and tensor.layout == torch.strided
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.is_contiguous():
+        return False
+    return not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
 
 
 def view(tensor: torch.Tensor) -> memoryview:

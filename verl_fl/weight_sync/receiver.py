@@ -17,8 +17,8 @@ import torch
 from verl_fl.weight_sync import listener, manifest, sink
 from verl_fl.weight_sync._errors import BadFrame, SyncError
 from verl_fl.weight_sync._secret import job_secret
-from verl_fl.weight_sync.incoming import Incoming
-from verl_fl.weight_sync.link import BUCKET, CONTROL, RING, Link, answer, host_id
+from verl_fl.weight_sync.incoming import Incoming, Kept
+from verl_fl.weight_sync.link import BUCKET, CONTROL, RING, Frame, Link, answer, host_id
 from verl_fl.weight_sync.outlets import Below, Outlets
 from verl_fl.weight_sync.report import Report
 from verl_fl.weight_sync.ring import Ring
@@ -80,6 +80,7 @@ class Receiver:
         self.base = 0
         """Number of the sync whose result lies here; 0: nothing that a delta could start from."""
         self.speed = 0.0
+        self.kept = Kept()
         self.events: queue.Queue[tuple[Link, Any]] = queue.Queue()
         self.outlets = Outlets(self.id, 0, self._secret, lanes=lanes, timeout_s=timeout_s)
         self.incoming: Incoming | None = None
@@ -254,14 +255,17 @@ class Receiver:
     def _serve_data(self, link: Link) -> None:
         ring: Ring | None = None
         born_in = self.incoming
+        following: Frame | None = None
         try:
             while True:
-                frame = link.receive(idle_s=None)
+                frame = following or link.receive(idle_s=None)
+                following = None
                 incoming = self.incoming
                 if frame.kind == RING and ring is None:
                     ring = Ring.adopt(link.receive_fd(), slot_bytes=frame.value, num_slots=frame.index)
                 elif frame.kind == BUCKET and incoming is not None and frame.sync == incoming.sync:
                     incoming.take(link, frame, ring)
+                    following = incoming.take_many(link, ring)
                 else:
                     raise BadFrame(f"a frame of kind {frame.kind} outside of a sync", phase="buckets", peer=link.peer)
         except BaseException as error:

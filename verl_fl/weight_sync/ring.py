@@ -7,6 +7,7 @@ that has it, however that one ends, and the size of /dev/shm does not matter.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 
@@ -62,6 +63,10 @@ class Ring:
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot."""
         return self._view[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def describe(self) -> tuple[int, int, int]:
+        """Address, bytes of a slot, number of slots."""
+        return ctypes.addressof(ctypes.c_ubyte.from_buffer(self._map)), self.slot_bytes, self.num_slots
 
     def close(self) -> None:
         """Unmap; a view that is still out keeps the memory until it goes. Idempotent."""

@@ -22,7 +22,7 @@ from verl_fl.weight_sync import delta as codec
 from verl_fl.weight_sync import manifest, memory, plan
 from verl_fl.weight_sync._errors import BadFrame, SyncError
 from verl_fl.weight_sync._secret import job_secret
-from verl_fl.weight_sync.edge import Bucket, Edge
+from verl_fl.weight_sync.edge import Bucket, Edge, Run
 from verl_fl.weight_sync.incoming import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 from verl_fl.weight_sync.link import (
     BEGIN,
@@ -106,6 +106,7 @@ class Sender:
         self._threads: list[threading.Thread] = []
         self._events: queue.Queue[tuple[Link, Any]] = queue.Queue()
         self._staging: dict[tuple, Staging] = {}
+        self._run: dict[str, Any] = {}
         self._copy: dict[int, torch.Tensor] = {}
         self._layouts: dict[int, tuple] = {}
         """What lies in each bucket of the copy."""
@@ -233,13 +234,20 @@ class _Outgoing:
             sender.bucket_bytes,
             rank=sender.rank,
             num_ranks=sender.num_ranks,
-            dtypes=_wanted(states),
+            dtype_of=_wanted(states),
             staging=sender._staging,
             grown=self._grown,
             wait=self._look,
+            run=None if sender.delta else sender._run,
         )
         sent: list[Bucket] = []
+        run: Run | None = None
         for bucket in source.buckets(weights):
+            if isinstance(bucket, Run):
+                run = bucket
+                for edge in self._edges:
+                    edge.offer_run(bucket)
+                break
             self._prepare(bucket, source)
             for edge in self._edges:
                 edge.offer(bucket)
@@ -247,9 +255,9 @@ class _Outgoing:
             bucket.drop()
             self._look()
         for edge in self._edges:
-            edge.finish()
+            edge.finish(self._look)
         self._look()
-        return self._finish(source, sent)
+        return self._finish(source, run or sent)
 
     def stop(self, error: BaseException) -> None:
         """Tell every receiver why there will be no more."""
@@ -338,12 +346,14 @@ class _Outgoing:
 
     # --- the bytes ---
 
-    def _grown(self, entries: list[manifest.Entry], whole: bool) -> None:
+    def _grown(self, found: manifest.Manifest, first: int, whole: bool) -> None:
         if self._sender.rank:
             return
-        for low in range(0, max(len(entries), 1), _ENTRIES_A_FRAME):
-            last = whole and low + _ENTRIES_A_FRAME >= len(entries)
-            self._tell(MANIFEST, manifest.pack(entries[low : low + _ENTRIES_A_FRAME]), flags=int(last))
+        if whole and first == 0 and len(found.entries) <= _ENTRIES_A_FRAME:
+            return self._tell(MANIFEST, found.packed(), flags=1)
+        for low in range(first, max(len(found.entries), first + 1), _ENTRIES_A_FRAME):
+            last = whole and low + _ENTRIES_A_FRAME >= len(found.entries)
+            self._tell(MANIFEST, manifest.pack(found.entries[low : low + _ENTRIES_A_FRAME]), flags=int(last))
 
     def _prepare(self, bucket: Bucket, source: Source) -> None:
         if not self._sender.delta:
@@ -391,16 +401,11 @@ class _Outgoing:
 
     # --- the end ---
 
-    def _finish(self, source: Source, sent: list[Bucket]) -> Report:
+    def _finish(self, source: Source, sent: list[Bucket] | Run) -> Report:
         sender = self._sender
         found = source.manifest
-        self._tell(END, {"tensors": len(found.entries), "bytes": found.num_bytes, "buckets": len(sent)})
-        digests = {}
-        for mode in set(self._modes.values()):
-            digest = xxhash.xxh3_64()
-            for bucket in sent:
-                digest.update(bucket.ready(delta=mode == "delta").checksum().to_bytes(8, "little"))
-            digests[mode] = digest.intdigest()
+        self._tell(END, {"tensors": len(found.entries), "bytes": found.num_bytes})
+        digests = {mode: self._digest(sent, delta=mode == "delta") for mode in set(self._modes.values())}
         for address, frame in self._expect(CONFIRM, "confirm").items():
             if frame.value != digests[self._modes[address]]:
                 raise SyncError("it confirmed other bytes than were sent", phase="confirm", peer=address)
@@ -432,6 +437,13 @@ class _Outgoing:
             )
         return report
 
+    def _digest(self, sent: list[Bucket] | Run, *, delta: bool) -> int:
+        """Of the checksums of this rank's buckets in order."""
+        if isinstance(sent, Run):
+            return xxhash.xxh3_64_intdigest(sent.layout.digest_bytes(self._sender.rank, self._sender.num_ranks))
+        checksums = [bucket.ready(delta=delta).checksum() for bucket in sent]
+        return xxhash.xxh3_64_intdigest(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))
+
     # --- frames ---
 
     def _tell(self, kind: int, body: dict[str, Any] | bytes = b"", **fields: int) -> None:
@@ -452,6 +464,8 @@ class _Outgoing:
                 link, event = self._sender._events.get(timeout=left)
             except queue.Empty:
                 continue
+            if kind == DONE and by_link.get(link) in found:
+                continue  # it has the weights, and may go
             self._raise(link, event, phase)
             if link not in by_link:
                 continue
@@ -513,17 +527,15 @@ def _attempt(call: Callable[[], Any]) -> Any:
         return error
 
 
-def _wanted(states: Sequence[dict[str, str]]) -> dict[str, torch.dtype]:
-    """What each tensor is cast to: what every receiver that names it wants; where they differ, nothing."""
-    found: dict[str, set[str]] = {}
-    for state in states:
-        for name, dtype in state.items():
-            found.setdefault(name, set()).add(dtype)
-    return {
-        name: getattr(torch, next(iter(dtypes)))
-        for name, dtypes in found.items()
-        if len(dtypes) == 1 and isinstance(getattr(torch, next(iter(dtypes)), None), torch.dtype)
-    }
+def _wanted(states: Sequence[dict[str, str]]) -> Callable[[str], torch.dtype | None]:
+    """What a tensor is cast to: what all receivers want it to be; None where they differ, or want nothing."""
+    common = {name for state in states for name in state} | {""}
+    found: dict[str, torch.dtype | None] = {}
+    for name in common:
+        wants = {state.get(name, state.get("")) for state in states}
+        dtype = getattr(torch, wants.pop() or "", None) if len(wants) == 1 else None
+        found[name] = dtype if isinstance(dtype, torch.dtype) else None
+    return lambda name: found.get(name, found[""])
 
 
 def _checked_state(state: dict[str, Any], peer: str) -> dict[str, Any]:

@@ -80,6 +80,13 @@ class Sink:
     def settle(self, wait: Callable[[], None]) -> None:
         """Return when what came has been taken in, before this end confirms it; ``wait`` is called meanwhile."""
 
+    def still_views(self) -> list[memoryview | None] | None:
+        """The bytes of each tensor, if all lie still in host memory until the commit; None: they don't."""
+        return None
+
+    def all_done(self) -> None:
+        """All buckets are there and verified, and :meth:`done` was not told."""
+
     def unchanged(self) -> bool:
         """Whether what the last sync left is still there, for a delta to start from."""
         return True
@@ -115,6 +122,8 @@ class Targets(Sink):
         self._staging: Staging | None = None
         self._staged: dict[int, Any] = {}
         self._versions: dict[str, int] = {}
+        self._before: tuple[Any, list[int], list[torch.Tensor], list[memoryview | None]] = (None, [], [], [])
+        """Manifest, targets' addresses, buffers and views of the last sync."""
         ties: dict[tuple, list[str]] = {}
         for name, tensor in self._targets.items():
             place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
@@ -122,12 +131,26 @@ class Targets(Sink):
         self._ties = list(ties.values())
 
     def dtypes(self) -> dict[str, str]:
-        """The dtype of each floating-point target by name: what the sender casts to."""
-        return {name: dtype_name(t.dtype) for name, t in self._targets.items() if t.is_floating_point()}
+        """What the sender casts floating-point tensors to: by name where it is not what most have, which is ``""``."""
+        found = {name: dtype_name(t.dtype) for name, t in self._targets.items() if t.is_floating_point()}
+        if not found:
+            return {}
+        most = max(set(found.values()), key=list(found.values()).count)
+        return {"": most} | {name: dtype for name, dtype in found.items() if dtype != most}
 
     def begin(self, manifest: Manifest) -> None:
         super().begin(manifest)
         self._wrong_shape, self._staged = [], {}
+
+    def extend(self) -> None:
+        places = [tensor.data_ptr() for tensor in self._targets.values()]
+        before, where, buffers, views = self._before
+        if before is self.manifest and where == places and not self.buffers:
+            self.buffers, self._views = list(buffers), list(views)
+            self._missing = [0 if entry.alias_of >= 0 else entry.num_bytes for entry in before.entries]
+            return
+        super().extend()
+        self._before = (self.manifest, places, self.buffers, self._views)
 
     def complete(self) -> None:
         entries = self.manifest.entries
@@ -162,6 +185,13 @@ class Targets(Sink):
                 for p in self.manifest.pieces(bucket)
             )
         super().done(bucket)
+
+    def still_views(self) -> list[memoryview | None] | None:
+        return self._views if all(view is not None for view in self._views) else None
+
+    def all_done(self) -> None:
+        for tensor in range(len(self.buffers)):
+            self._arrived(tensor)
 
     def unchanged(self) -> bool:
         # What writes to a tensor through torch counts its version up; our own writes to the memory do not.

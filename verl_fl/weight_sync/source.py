@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from verl_fl.weight_sync import memory
-from verl_fl.weight_sync.edge import Bucket
+from verl_fl.weight_sync import memory, pump
+from verl_fl.weight_sync.edge import Bucket, Run
 from verl_fl.weight_sync.manifest import Entry, Manifest, Piece
 from verl_fl.weight_sync.staging import SLOTS, Slot, Staging
 
@@ -28,10 +28,13 @@ class Source:
     Args:
         bucket_bytes: of each bucket; a multiple of 64.
         rank: this rank; it makes the buckets ``rank``, ``rank + num_ranks``, ...
-        dtypes: what floating-point tensors are cast to, by name.
+        dtype_of: what a floating-point tensor is cast to, by its name; None: it is sent as it is.
         staging: keeps the staging buffers between syncs.
-        grown: called with the new entries whenever a bucket needs them, and once with True when all are known.
+        grown: called with the manifest and the first new entry whenever a bucket needs it, and once, with True, when
+            all are known.
         wait: called while there is no free staging buffer; may raise.
+        run: keeps the layout of tensors in plain host memory between syncs, which then come as one run; None: they come
+            as buckets, such as deltas need.
 
     Attributes:
         manifest: as far as the weights were drawn.
@@ -45,19 +48,21 @@ class Source:
         *,
         rank: int,
         num_ranks: int,
-        dtypes: Mapping[str, torch.dtype],
+        dtype_of: Callable[[str], torch.dtype | None],
         staging: dict[tuple, Staging],
-        grown: Callable[[list[Entry], bool], None],
+        grown: Callable[[Manifest, int, bool], None],
         wait: Callable[[], None],
+        run: dict[str, Any] | None = None,
     ) -> None:
-        self._rank, self._num_ranks, self._dtypes = rank, num_ranks, dtypes
+        self._rank, self._num_ranks, self._dtype_of = rank, num_ranks, dtype_of
         self._pools, self._grown, self._wait = staging, grown, wait
         self.manifest = Manifest(bucket_bytes)
         self.overflowed: dict[str, int] = {}
         self.seconds = {"gather": 0.0, "copy": 0.0}
         self._told = 0
+        self._run = run
 
-    def buckets(self, weights: Weights) -> Iterator[Bucket]:
+    def buckets(self, weights: Weights) -> Iterator[Bucket | Run]:
         """This rank's buckets in order; the manifest has been told up to the end of each that is yielded.
 
         Raises:
@@ -70,7 +75,14 @@ class Source:
 
     # --- tensors that hold still ---
 
-    def _from_mapping(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Bucket]:
+    def _from_mapping(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Bucket | Run]:
+        key = [_place(name, tensor) for name, tensor in weights.items()] if self._run is not None else []
+        wire = [self._wire_dtype(name, tensor) for name, tensor in weights.items()] if self._run is not None else []
+        if self._run is not None and self._run.get("key") == (self.manifest.bucket_bytes, key, wire):
+            self.manifest = self._run["manifest"]
+            self._tell(whole=True)
+            yield self._again(list(weights.values()))
+            return
         seen: dict[tuple, int] = {}
         tensors = []
         for name, tensor in weights.items():
@@ -82,10 +94,13 @@ class Source:
             seen.setdefault(place, index)
             tensors.append(tensor)
         self._tell(whole=True)
-        plain = [
-            memory.is_plain(t) and t.dtype == entry.dtype
-            for t, entry in zip(tensors, self.manifest.entries, strict=True)
-        ]
+        entries = self.manifest.entries
+        plain = [memory.is_plain(t) and t.dtype == entry.dtype for t, entry in zip(tensors, entries, strict=True)]
+        if self._run is not None and all(plain) and pump.kernel()[0] is not None:
+            layout = pump.Layout(self.manifest, [memory.view(tensor) for tensor in tensors], sending=True)
+            self._run |= {"key": (self.manifest.bucket_bytes, key, wire), "manifest": self.manifest, "layout": layout}
+            yield self._again(tensors)
+            return
         views = [memory.view(t) if direct else None for t, direct in zip(tensors, plain, strict=True)]
         under_way: collections.deque[tuple[Bucket, Slot]] = collections.deque()
         flat = _Flat()
@@ -107,6 +122,13 @@ class Source:
                 yield self._landed(*under_way.popleft())
         while under_way:
             yield self._landed(*under_way.popleft())
+
+    def _again(self, tensors: list[torch.Tensor]) -> Run:
+        """All of this rank's buckets; their layout holds from sync to sync while the tensors stay where they are."""
+        assert self._run is not None
+        layout = self._run["layout"]
+        layout.reset()
+        return Run(layout, range(self._rank, self.manifest.num_buckets, self._num_ranks), tensors)
 
     # --- tensors that are lent until the next is drawn ---
 
@@ -153,10 +175,9 @@ class Source:
     # --- both ---
 
     def _tell(self, *, whole: bool) -> None:
-        entries = self.manifest.entries[self._told :]
+        if self._told < len(self.manifest.entries) or whole:
+            self._grown(self.manifest, self._told, whole)
         self._told = len(self.manifest.entries)
-        if entries or whole:
-            self._grown(entries, whole)
 
     def _slot(self, device: torch.device) -> Slot:
         key = (str(device), self.manifest.bucket_bytes)
@@ -205,7 +226,9 @@ class Source:
         return min(self.manifest.entries[piece.tensor].dtype.itemsize, 8)
 
     def _wire_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        return self._dtypes.get(name, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+        if not isinstance(tensor, torch.Tensor):
+            return torch.uint8  # refused where it is drawn
+        return (self._dtype_of(name) or tensor.dtype) if tensor.is_floating_point() else tensor.dtype
 
 
 class _Flat:
@@ -218,6 +241,14 @@ class _Flat:
         if index != self._index:
             self._index, self._flat = index, tensor.reshape(-1)
         return self._flat
+
+
+def _place(name: Any, tensor: Any) -> tuple:
+    """Differs where the tensor is another, lies elsewhere, or is read differently."""
+    if not isinstance(tensor, torch.Tensor):
+        return (name,)
+    flags = tensor.is_neg(), tensor.is_complex() and tensor.is_conj(), tensor.layout
+    return name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, flags
 
 
 def _sendable(name: Any, tensor: Any) -> torch.Tensor:

@@ -1,0 +1,248 @@
+/* The loops that move buckets between plain host memory and a socket or a ring, without Python in between.
+ *
+ * The frames are those of link.py, byte for byte; docs/weight-sync.md describes them. Only whole buckets (no deltas)
+ * pass here; at anything else the functions return and Python goes on. Sockets block and have kernel timeouts, so each
+ * call returns at the latest when nothing has moved for one of them. xxh3 comes from the package xxhash, by pointer.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+enum { HEADER = 64, BUCKET = 16, RELEASE = 17, IN_RING = 2, IOV = 256 };
+enum { DONE = 0, TICK = -1, CLOSED = -2, STRANGE = -3, TWICE = -4, WRONG_SIZE = -5, DAMAGED = -6, BAD_HEADER = -7, NO_SLOT = -8 };
+enum { UNKNOWN = 0, TAKEN = 1, KNOWN = 2 };
+
+typedef struct {
+    void *state;
+    int (*reset)(void *);
+    int (*update)(void *, const void *, size_t);
+    uint64_t (*digest)(const void *);
+} hash_api;
+
+/* Where the buckets lie: parts[first[k]] .. parts[first[k + 1]] are the bytes of bucket k, in order. */
+typedef struct {
+    uint64_t num_buckets, bucket_bytes, num_bytes;
+    const int64_t *first;
+    const struct iovec *parts;
+    uint64_t *checksum;
+    uint8_t *state;
+    int64_t missing; /* buckets that a receiver still lacks, all its connections together */
+} layout;
+
+typedef struct {
+    uint8_t *base;
+    uint64_t slot_bytes, num_slots;
+} ring;
+
+typedef struct {
+    uint8_t header[HEADER];
+    uint64_t at;     /* bytes of the header, then of the payload, that have moved */
+    uint64_t bucket; /* being moved */
+    int32_t inside;  /* whether the header is through */
+    int32_t unused;
+} progress;
+
+static uint64_t size_of(const layout *l, uint64_t k) {
+    uint64_t rest = l->num_bytes - k * l->bucket_bytes;
+    return rest < l->bucket_bytes ? rest : l->bucket_bytes;
+}
+
+static uint64_t hash_parts(const hash_api *h, const layout *l, uint64_t k) {
+    h->reset(h->state);
+    for (int64_t i = l->first[k]; i < l->first[k + 1]; i++) h->update(h->state, l->parts[i].iov_base, l->parts[i].iov_len);
+    return h->digest(h->state);
+}
+
+static uint64_t hash_bytes(const hash_api *h, const void *bytes, size_t size) {
+    h->reset(h->state);
+    h->update(h->state, bytes, size);
+    return h->digest(h->state);
+}
+
+static uint64_t load64(const uint8_t *at) { uint64_t v; memcpy(&v, at, 8); return v; }
+static void store64(uint8_t *at, uint64_t v) { memcpy(at, &v, 8); }
+
+static void make_header(const hash_api *h, uint8_t *out, uint8_t kind, uint8_t flags, uint64_t sync, uint64_t size,
+                        uint64_t index, uint64_t value, uint64_t checksum) {
+    memset(out, 0, HEADER);
+    memcpy(out, "VFLF", 4);
+    out[4] = kind;
+    out[5] = flags;
+    store64(out + 8, sync);
+    store64(out + 16, size);
+    store64(out + 24, index);
+    store64(out + 32, value);
+    store64(out + 48, checksum);
+    store64(out + 56, hash_bytes(h, out, 56));
+}
+
+/* The parts of bucket k from byte `at` on, at most IOV of them. */
+static int remaining(const layout *l, uint64_t k, uint64_t at, struct iovec *out) {
+    int n = 0;
+    for (int64_t i = l->first[k]; i < l->first[k + 1] && n < IOV; i++) {
+        if (at >= l->parts[i].iov_len) { at -= l->parts[i].iov_len; continue; }
+        out[n].iov_base = (char *)l->parts[i].iov_base + at;
+        out[n++].iov_len = l->parts[i].iov_len - at;
+        at = 0;
+    }
+    return n;
+}
+
+void pump_mark(layout *l, uint64_t k, uint64_t checksum) {
+    l->checksum[k] = checksum;
+    __atomic_store_n(&l->state[k], KNOWN, __ATOMIC_RELEASE);
+    __atomic_sub_fetch(&l->missing, 1, __ATOMIC_ACQ_REL);
+}
+
+static uint64_t checksum_of(const hash_api *h, const layout *l, uint64_t k) {
+    if (__atomic_load_n(&l->state[k], __ATOMIC_ACQUIRE) != KNOWN) {
+        l->checksum[k] = hash_parts(h, l, k); /* two lanes may both do it, with one result */
+        __atomic_store_n(&l->state[k], KNOWN, __ATOMIC_RELEASE);
+    }
+    return l->checksum[k];
+}
+
+/* Send buckets index[*next] .. index[n - 1]; `p` keeps what one call began for the next. */
+int pump_send(int fd, const hash_api *h, const layout *l, uint64_t sync, const uint64_t *index, int64_t n, int64_t *next,
+              progress *p) {
+    struct iovec parts[IOV + 1];
+    while (*next < n) {
+        uint64_t k = index[*next], size = size_of(l, k);
+        if (p->at == 0) make_header(h, p->header, BUCKET, 0, sync, size, k, 0, checksum_of(h, l, k));
+        while (p->at < HEADER + size) {
+            int count = 0;
+            if (p->at < HEADER) {
+                parts[0].iov_base = p->header + p->at;
+                parts[0].iov_len = HEADER - p->at;
+                count = 1;
+            }
+            count += remaining(l, k, p->at < HEADER ? 0 : p->at - HEADER, parts + count);
+            struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
+            ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
+            if (sent < 0) {
+                if (errno == EINTR) continue;
+                return errno == EAGAIN || errno == EWOULDBLOCK ? TICK : errno;
+            }
+            p->at += sent;
+        }
+        p->at = 0;
+        ++*next;
+    }
+    return DONE;
+}
+
+static int read_some(int fd, void *into, uint64_t size, uint64_t *got) {
+    while (*got < size) {
+        ssize_t count = recv(fd, (char *)into + *got, size - *got, MSG_WAITALL);
+        if (count == 0) return CLOSED;
+        if (count < 0) {
+            if (errno == EINTR) continue;
+            return errno == EAGAIN || errno == EWOULDBLOCK ? TICK : errno;
+        }
+        *got += count;
+    }
+    return DONE;
+}
+
+static int write_all(int fd, const uint8_t *bytes, uint64_t size) {
+    for (uint64_t at = 0; at < size;) {
+        ssize_t count = send(fd, bytes + at, size - at, MSG_NOSIGNAL);
+        if (count < 0) {
+            if (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK) continue; /* 64 bytes always find room */
+            return errno;
+        }
+        at += count;
+    }
+    return DONE;
+}
+
+static int read_payload(int fd, const layout *l, progress *p) {
+    struct iovec parts[IOV];
+    uint64_t size = size_of(l, p->bucket);
+    while (p->at < size) {
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = remaining(l, p->bucket, p->at, parts)};
+        ssize_t count = recvmsg(fd, &message, MSG_WAITALL);
+        if (count == 0) return CLOSED;
+        if (count < 0) {
+            if (errno == EINTR) continue;
+            return errno == EAGAIN || errno == EWOULDBLOCK ? TICK : errno;
+        }
+        p->at += count;
+    }
+    return DONE;
+}
+
+static void scatter(const layout *l, uint64_t k, const uint8_t *from) {
+    for (int64_t i = l->first[k]; i < l->first[k + 1]; i++) {
+        memcpy(l->parts[i].iov_base, from, l->parts[i].iov_len);
+        from += l->parts[i].iov_len;
+    }
+}
+
+/* Receive up to `most` buckets, or until none is missing; *got counts them. A frame that is no whole bucket of this sync stays in p->header. */
+int pump_receive(int fd, const hash_api *h, layout *l, uint64_t sync, const ring *r, int64_t most, int64_t *got,
+                 progress *p) {
+    while (*got < most) {
+        int code;
+        uint64_t k, value = 0;
+        if (!p->inside) {
+            if ((code = read_some(fd, p->header, HEADER, &p->at)) != DONE) return code;
+            int flags = p->header[5] | p->header[6] << 8;
+            uint32_t meta;
+            memcpy(&meta, p->header + 40, 4);
+            if (memcmp(p->header, "VFLF", 4) || p->header[4] != BUCKET || (flags & ~IN_RING) || meta ||
+                load64(p->header + 8) != sync)
+                return STRANGE;
+            if (load64(p->header + 56) != hash_bytes(h, p->header, 56)) return BAD_HEADER;
+            k = load64(p->header + 24);
+            value = load64(p->header + 32);
+            uint64_t size = flags & IN_RING ? value & 0xffffffff : load64(p->header + 16);
+            p->bucket = k;
+            if (k >= l->num_buckets || size != size_of(l, k)) return WRONG_SIZE;
+            if (flags & IN_RING && (!r->base || value >> 32 >= r->num_slots || size > r->slot_bytes)) return NO_SLOT;
+            uint8_t fresh = UNKNOWN;
+            if (!__atomic_compare_exchange_n(&l->state[k], &fresh, TAKEN, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return TWICE;
+            p->at = 0;
+            p->inside = 1;
+        }
+        k = p->bucket;
+        uint64_t expected = load64(p->header + 48), found;
+        if (p->header[5] & IN_RING) {
+            uint64_t slot = load64(p->header + 32) >> 32;
+            const uint8_t *from = r->base + slot * r->slot_bytes;
+            found = hash_bytes(h, from, size_of(l, k));
+            if (found == expected) scatter(l, k, from);
+            uint8_t release[HEADER];
+            make_header(h, release, RELEASE, 0, sync, 0, slot, 0, 0);
+            if (found == expected && (code = write_all(fd, release, HEADER)) != DONE) return code;
+        } else {
+            if ((code = read_payload(fd, l, p)) != DONE) return code;
+            found = hash_parts(h, l, k);
+        }
+        if (found != expected) return DAMAGED;
+        p->at = 0;
+        p->inside = 0;
+        ++*got;
+        pump_mark(l, k, found);
+        if (!__atomic_load_n(&l->missing, __ATOMIC_ACQUIRE)) return DONE;
+    }
+    return DONE;
+}
+
+/* Copy bucket k into `to` and return its checksum: what a ring's writer does, and whoever needs the bytes in one piece. */
+uint64_t pump_gather(const hash_api *h, const layout *l, uint64_t k, uint8_t *to) {
+    uint8_t *at = to;
+    for (int64_t i = l->first[k]; i < l->first[k + 1]; i++) {
+        memcpy(at, l->parts[i].iov_base, l->parts[i].iov_len);
+        at += l->parts[i].iov_len;
+    }
+    if (__atomic_load_n(&l->state[k], __ATOMIC_ACQUIRE) != KNOWN) {
+        l->checksum[k] = hash_bytes(h, to, size_of(l, k));
+        __atomic_store_n(&l->state[k], KNOWN, __ATOMIC_RELEASE);
+    }
+    return l->checksum[k];
+}
