@@ -33,7 +33,7 @@ from weight_sync_faults import (
     same_bits,
 )
 
-from verl_fl.weight_sync import Receiver, Sender, SyncError, memory
+from verl_fl.weight_sync import Receiver, Sender, SyncError, link, memory
 from verl_fl.weight_sync.edge import StreamEdge
 
 
@@ -294,6 +294,15 @@ def test_a_sender_that_gives_up_and_begins_anew_is_heard_at_once():
         together.wait(6)
         assert isinstance(first.error, SyncError) and again.ok and second.ok, (first, again, second)
         assert not differing(rig.targets[0], 3)
+
+
+@pytest.mark.parametrize("kind", [link.COMMIT, link.END, link.ERROR, link.MANIFEST, 77])
+def test_a_frame_that_came_too_late_for_its_sync_does_not_end_the_next_one(kind):
+    with Rig(transport="tcp") as rig:
+        rig.well(1)
+        for to_receiver in rig.senders[0]._links.values():
+            to_receiver.send(kind, 5)
+        rig.well(2)
 
 
 def test_a_second_sender_waits_for_its_turn():
