@@ -380,14 +380,25 @@ def test_after_a_failure_nothing_writes_to_the_weights_any_more(monkeypatch):
         monkeypatch.setattr(memory, "checksum", slow)
         together = Together()
         got = together.call(rig.receivers[0].receive, 1.0)
-        sent = together.call(rig.senders[0].send, items(2, raise_at=9), 2)
+        sent = together.call(rig.senders[0].send, model(2), 2)
+        assert slept.wait(3)
+        rig.receivers[0].abort("enough")
         together.wait_for(got, 5)
         after = {name: tensor.clone() for name, tensor in rig.targets[0].items()}
         together.wait(5)
         time.sleep(0.6)
-        assert slept.is_set() and not got.ok and not sent.ok
+        assert "enough" in str(got.error) and "enough" in str(sent.error)
         assert not [name for name, tensor in rig.targets[0].items() if not same_bits(tensor, after[name])]
         rig.well(3)
+
+
+def test_waiting_in_vain_for_a_sender_leaves_the_weights_as_they_are():
+    with Rig(drawn=True) as rig:
+        rig.well(1)
+        with pytest.raises(SyncError, match="no sender came"):
+            list(rig.receivers[0].stream(0.1))
+        assert (rig.receivers[0].state, rig.receivers[0].version) == ("whole", 1)
+        rig.well(2)
 
 
 def test_closing_a_receiver_ends_its_wait_for_a_sender():
