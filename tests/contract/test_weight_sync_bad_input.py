@@ -229,23 +229,25 @@ def test_a_listener_that_never_answers_is_an_error_in_time():
     assert "no answer to the handshake" in str(caught.value) and caught.value.peer == address
 
 
-def test_one_of_two_receivers_that_is_not_there_fails_the_other_one_at_once():
+def test_one_of_two_receivers_that_is_not_there_fails_the_sync_and_touches_no_weights():
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     targets = owned(SENTINEL)
-    with Receiver(targets, secret=SECRET, host="127.0.0.1", timeout_s=1.0) as receiver:
-        with Sender([receiver.address, nobody], secret=SECRET, timeout_s=1.0) as sender:
-            together = Together()
-            got, sent = together.call(receiver.receive, 0.5), together.call(sender.send, model(1), 1)
-            together.wait(3)
-            assert isinstance(sent.error, SyncError) and sent.error.peer == nobody
-            assert isinstance(got.error, SyncError) and receiver.state == "empty"
-            assert not differing(targets, SENTINEL)
-            sender.addresses = [receiver.address]
-            together = Together()
-            got, sent = together.call(receiver.receive, 1.0), together.call(sender.send, model(2), 2)
-            together.wait(3)
-            assert got.ok and sent.ok and not differing(targets, 2)
+    with (
+        Receiver(targets, secret=SECRET, host="127.0.0.1", timeout_s=1.0) as receiver,
+        Sender([receiver.address, nobody], secret=SECRET, timeout_s=1.0) as sender,
+    ):
+        together = Together()
+        got, sent = together.call(receiver.receive, 0.5), together.call(sender.send, model(1), 1)
+        together.wait(3)
+        assert isinstance(sent.error, SyncError) and sent.error.peer == nobody
+        assert isinstance(got.error, SyncError) and receiver.state == "empty"
+        assert not differing(targets, SENTINEL)
+        sender.addresses = [receiver.address]
+        together = Together()
+        got, sent = together.call(receiver.receive, 1.0), together.call(sender.send, model(2), 2)
+        together.wait(3)
+        assert got.ok and sent.ok and not differing(targets, 2)
 
 
 def test_both_ends_do_one_sync_at_a_time():

@@ -33,7 +33,7 @@ from weight_sync_faults import (
     same_bits,
 )
 
-from verl_fl.weight_sync import Receiver, Sender, SyncError, memory
+from verl_fl.weight_sync import Receiver, Sender, SyncError, link, memory
 from verl_fl.weight_sync.edge import StreamEdge
 
 
@@ -296,6 +296,15 @@ def test_a_sender_that_gives_up_and_begins_anew_is_heard_at_once():
         assert not differing(rig.targets[0], 3)
 
 
+@pytest.mark.parametrize("kind", [link.COMMIT, link.END, link.ERROR, link.MANIFEST, 77])
+def test_a_frame_that_came_too_late_for_its_sync_does_not_end_the_next_one(kind):
+    with Rig(transport="tcp") as rig:
+        rig.well(1)
+        for to_receiver in rig.senders[0]._links.values():
+            to_receiver.send(kind, 5)
+        rig.well(2)
+
+
 def test_a_second_sender_waits_for_its_turn():
     with Rig(transport="tcp", timeout_s=3.0) as rig:
         other = Sender([rig.receivers[0].address], secret=SECRET, timeout_s=3.0)
@@ -371,14 +380,25 @@ def test_after_a_failure_nothing_writes_to_the_weights_any_more(monkeypatch):
         monkeypatch.setattr(memory, "checksum", slow)
         together = Together()
         got = together.call(rig.receivers[0].receive, 1.0)
-        sent = together.call(rig.senders[0].send, items(2, raise_at=9), 2)
+        sent = together.call(rig.senders[0].send, model(2), 2)
+        assert slept.wait(3)
+        rig.receivers[0].abort("enough")
         together.wait_for(got, 5)
         after = {name: tensor.clone() for name, tensor in rig.targets[0].items()}
         together.wait(5)
         time.sleep(0.6)
-        assert slept.is_set() and not got.ok and not sent.ok
+        assert "enough" in str(got.error) and "enough" in str(sent.error)
         assert not [name for name, tensor in rig.targets[0].items() if not same_bits(tensor, after[name])]
         rig.well(3)
+
+
+def test_waiting_in_vain_for_a_sender_leaves_the_weights_as_they_are():
+    with Rig(drawn=True) as rig:
+        rig.well(1)
+        with pytest.raises(SyncError, match="no sender came"):
+            list(rig.receivers[0].stream(0.1))
+        assert (rig.receivers[0].state, rig.receivers[0].version) == ("whole", 1)
+        rig.well(2)
 
 
 def test_closing_a_receiver_ends_its_wait_for_a_sender():

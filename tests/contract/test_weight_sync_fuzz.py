@@ -269,8 +269,8 @@ def test_a_receiver_answers_nonsense_with_an_error_and_takes_the_next_sync():
     below = {"address": "tcp://127.0.0.1:1", "host": "h", "unix": "", "transport": "tcp"}
     good_begin = {"ranks": 1, "version": 1, "base": 0, "sync": 5}
     good_plan = {"bucket_bytes": 4096, "mode": "full", "below": []}
-    with Receiver(targets, secret=SECRET, host="127.0.0.1", timeout_s=0.5, sync_limit_s=3.0) as receiver:
-        for k in range(120):
+    with Receiver(targets, secret=SECRET, host="127.0.0.1", timeout_s=0.3, sync_limit_s=3.0) as receiver:
+        for k in range(80):
             together = Together()
             got = together.call(receiver.receive, 0.5)
             talker = _Talker(receiver.address, session=secrets.token_bytes(16))

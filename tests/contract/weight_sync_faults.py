@@ -463,9 +463,13 @@ class Rig:
         receiver = self.receivers[k]
         if not self._drawn:
             return receiver.receive(self.timeout_s)
-        self.targets[k].clear()
+        whole: dict[str, torch.Tensor] = {}
         for name, tensor in receiver.stream(self.timeout_s):
-            self.targets[k][name] = tensor.clone()
+            whole[name] = tensor.clone()
+            if tensor.numel():  # a consumer that has drawn anything no longer has the old weights
+                self.targets[k][name] = whole[name]
+        self.targets[k].clear()
+        self.targets[k].update(whole)
         return receiver.report
 
     def close(self) -> None:

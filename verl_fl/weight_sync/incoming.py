@@ -408,7 +408,7 @@ class Incoming:
                 if link.hello is not None and link.hello.session in sessions:
                     raise SyncError("the sender has given this sync up and begins another", phase=phase, peer=link.peer)
                 return False
-            return self.sync < 0 and event.kind not in (ERROR, BUSY)
+            return self.sync < 0 and event.kind == BEGIN  # all else is of a sync that is over
         if event.kind == BUSY:
             self._moved = time.monotonic()
             return False

@@ -173,7 +173,7 @@ class Receiver:
             raise
         finally:
             thread.join()
-            if not drawn and self.state == "whole":  # it had arrived, and was not taken in
+            if not drawn and outcome and isinstance(outcome[0], Report):  # it had arrived, and was not taken in
                 self.state, self.base = "incomplete: the consumer stopped drawing the weights", 0
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
