@@ -33,8 +33,9 @@ from weight_sync_faults import (
     same_bits,
 )
 
-from verl_fl.weight_sync import Receiver, Sender, SyncError, link, memory
+from verl_fl.weight_sync import Receiver, Sender, SyncError, link, memory, pump
 from verl_fl.weight_sync.edge import StreamEdge
+from verl_fl.weight_sync.link import Link
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -493,11 +494,17 @@ def test_a_tensor_of_no_elements_in_the_middle_arrives(drawn):
     assert got.value["none"].device.type == "cpu" and (got.value["b"] == 1).all()
 
 
-def test_the_last_of_three_buckets_that_is_lost_is_missed(monkeypatch):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_last_of_three_buckets_that_is_lost_is_missed(monkeypatch, compiled):
     targets = {"a": torch.full((1024,), -7.0), "b": torch.full((1500,), -7.0)}
-    send = StreamEdge._send
+    send, send_many = StreamEdge._send, Link.send_buckets
     with Receiver(targets, secret=SECRET, host="127.0.0.1", timeout_s=0.6, sync_limit_s=60) as receiver:
         monkeypatch.setattr(StreamEdge, "_send", lambda self, lane, b: b.index == 2 or send(self, lane, b))
+        monkeypatch.setattr(
+            Link, "send_buckets", lambda self, layout, sync, b: send_many(self, layout, sync, [k for k in b if k != 2])
+        )
+        if not compiled:
+            monkeypatch.setattr(pump, "kernel", lambda: (None, "a test"))
         weights = {"a": torch.ones(1024), "b": torch.ones(1500)}
         sent, got = _one_sync(receiver, weights, transport="tcp")
         assert "1 of 3 buckets, the first number 2 with b, did not come" in str(got.error)

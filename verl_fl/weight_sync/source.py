@@ -245,8 +245,8 @@ class _Flat:
 
 def _place(name: Any, tensor: Any) -> tuple:
     """Differs where the tensor is another, lies elsewhere, or is read differently."""
-    if not isinstance(tensor, torch.Tensor):
-        return (name,)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type == "meta":
+        return (name,)  # refused where it is drawn
     flags = tensor.is_neg(), tensor.is_complex() and tensor.is_conj(), tensor.layout
     return name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, flags
 
