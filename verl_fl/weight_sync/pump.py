@@ -190,7 +190,8 @@ class Layout:
 
     def digest_bytes(self, rank: int, num_ranks: int) -> bytes:
         """The checksums of a rank's buckets in order, little endian."""
-        return bytes(memory.view(self._checksums[: self.num_buckets][rank::num_ranks].contiguous()))
+        mine = self._checksums[: self.num_buckets][rank::num_ranks].contiguous()  # a view does not keep it alive
+        return bytes(memory.view(mine))
 
 
 def send(
