@@ -186,9 +186,10 @@ def test_names_on_one_side_only_are_listed_up_to_ten():
         ([3], "a name and a tensor"),
         ({"a": torch.ones(2).to_sparse()}, "only dense tensors"),
         ({"a": torch.ones(2, device="meta")}, "only dense tensors with data"),
+        ({"a": 3}, "a name and a tensor, not str, int"),
         ({"x" * 5000: torch.ones(2)}, "at most 4096 bytes"),
     ],
-    ids=["int", "name", "no pair", "no pair at all", "sparse", "meta", "long name"],
+    ids=["int", "name", "no pair", "no pair at all", "sparse", "meta", "int in a mapping", "long name"],
 )
 def test_what_are_no_weights_is_a_value_error_and_the_receiver_hears_of_it(weights, message):
     with Receiver({"a": torch.zeros(2)}, secret=SECRET, host="127.0.0.1", timeout_s=1.0) as receiver:

@@ -532,6 +532,7 @@ class Incoming:
 
         with self._changed:
             self._looping += 1
+            self.wrote = True
         try:
             return link.receive_buckets(layout, self.sync, ring, moved)
         except pump.Damaged as error:

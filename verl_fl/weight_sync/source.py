@@ -76,6 +76,8 @@ class Source:
     # --- tensors that hold still ---
 
     def _from_mapping(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Bucket | Run]:
+        for name, tensor in weights.items():
+            _check(name, tensor)
         key = [_place(name, tensor) for name, tensor in weights.items()] if self._run is not None else []
         wire = [self._wire_dtype(name, tensor) for name, tensor in weights.items()] if self._run is not None else []
         if self._run is not None and self._run.get("key") == (self.manifest.bucket_bytes, key, wire):
@@ -252,11 +254,15 @@ def _place(name: Any, tensor: Any) -> tuple:
 
 
 def _sendable(name: Any, tensor: Any) -> torch.Tensor:
+    _check(name, tensor)
+    tensor = tensor.detach()
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _check(name: Any, tensor: Any) -> None:
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
         raise ValueError(
             f"weights are pairs of a name and a tensor, not {type(name).__name__}, {type(tensor).__name__}"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise ValueError(f"{name!r} is {tensor.layout} on {tensor.device}: only dense tensors with data can be sent")
-    tensor = tensor.detach()
-    return tensor.resolve_conj().resolve_neg()
