@@ -32,6 +32,7 @@ from verl_fl.weight_sync.link import (
     READY,
     RELEASE,
     STATE,
+    TRAILER,
     Frame,
     Link,
 )
@@ -559,7 +560,10 @@ class Incoming:
         parts = self._sink.parts(frame.index, self._raise_if_failed)
         self.wrote = True
         if source is None:
-            link.read_into(parts)
+            trailer = bytearray(8) if frame.flags & TRAILER else b""
+            link.read_into([*parts, trailer])
+            if trailer:
+                frame.checksum = int.from_bytes(trailer, "little")
             there = time.perf_counter()
             found = memory.checksum(parts)
         else:

@@ -12,7 +12,7 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-enum { HEADER = 64, BUCKET = 16, RELEASE = 17, IN_RING = 2, IOV = 256 };
+enum { HEADER = 64, BUCKET = 16, RELEASE = 17, IN_RING = 2, TRAILER = 4, IOV = 256, CHUNK = 256 << 10 };
 enum { DONE = 0, TICK = -1, CLOSED = -2, STRANGE = -3, TWICE = -4, WRONG_SIZE = -5, DAMAGED = -6, BAD_HEADER = -7, NO_SLOT = -8 };
 enum { UNKNOWN = 0, TAKEN = 1, KNOWN = 2 };
 
@@ -42,6 +42,8 @@ typedef struct {
     uint8_t header[HEADER];
     uint64_t at;     /* bytes of the header, then of the payload, that have moved */
     uint64_t bucket; /* being moved */
+    uint64_t hashed; /* bytes of the payload that the checksum covers */
+    uint8_t trailer[8];
     int32_t inside;  /* whether the header is through */
     int32_t unused;
 } progress;
@@ -49,12 +51,6 @@ typedef struct {
 static uint64_t size_of(const layout *l, uint64_t k) {
     uint64_t rest = l->num_bytes - k * l->bucket_bytes;
     return rest < l->bucket_bytes ? rest : l->bucket_bytes;
-}
-
-static uint64_t hash_parts(const hash_api *h, const layout *l, uint64_t k) {
-    h->reset(h->state);
-    for (int64_t i = l->first[k]; i < l->first[k + 1]; i++) h->update(h->state, l->parts[i].iov_base, l->parts[i].iov_len);
-    return h->digest(h->state);
 }
 
 static uint64_t hash_bytes(const hash_api *h, const void *bytes, size_t size) {
@@ -80,13 +76,16 @@ static void make_header(const hash_api *h, uint8_t *out, uint8_t kind, uint8_t f
     store64(out + 56, hash_bytes(h, out, 56));
 }
 
-/* The parts of bucket k from byte `at` on, at most IOV of them. */
-static int remaining(const layout *l, uint64_t k, uint64_t at, struct iovec *out) {
+/* The parts of bucket k from byte `at` on, at most IOV of them and at most `most` bytes. */
+static int remaining(const layout *l, uint64_t k, uint64_t at, uint64_t most, struct iovec *out) {
     int n = 0;
-    for (int64_t i = l->first[k]; i < l->first[k + 1] && n < IOV; i++) {
-        if (at >= l->parts[i].iov_len) { at -= l->parts[i].iov_len; continue; }
+    for (int64_t i = l->first[k]; i < l->first[k + 1] && n < IOV && most; i++) {
+        uint64_t size = l->parts[i].iov_len;
+        if (at >= size) { at -= size; continue; }
+        size = size - at < most ? size - at : most;
         out[n].iov_base = (char *)l->parts[i].iov_base + at;
-        out[n++].iov_len = l->parts[i].iov_len - at;
+        out[n++].iov_len = size;
+        most -= size;
         at = 0;
     }
     return n;
@@ -98,29 +97,53 @@ void pump_mark(layout *l, uint64_t k, uint64_t checksum) {
     __atomic_sub_fetch(&l->missing, 1, __ATOMIC_ACQ_REL);
 }
 
-static uint64_t checksum_of(const hash_api *h, const layout *l, uint64_t k) {
-    if (__atomic_load_n(&l->state[k], __ATOMIC_ACQUIRE) != KNOWN) {
-        l->checksum[k] = hash_parts(h, l, k); /* two lanes may both do it, with one result */
-        __atomic_store_n(&l->state[k], KNOWN, __ATOMIC_RELEASE);
+/* Hash `count` bytes of bucket k from byte `at` on. */
+static void hash_range(const hash_api *h, const layout *l, uint64_t k, uint64_t at, uint64_t count) {
+    for (int64_t i = l->first[k]; count; i++) {
+        uint64_t size = l->parts[i].iov_len;
+        if (at >= size) { at -= size; continue; }
+        size = size - at < count ? size - at : count;
+        h->update(h->state, (char *)l->parts[i].iov_base + at, size);
+        count -= size;
+        at = 0;
     }
-    return l->checksum[k];
 }
 
-/* Send buckets index[*next] .. index[n - 1]; `p` keeps what one call began for the next. */
+/* Send buckets index[*next] .. index[n - 1]; `p` keeps what one call began for the next.
+ *
+ * A bucket whose checksum is not known is hashed chunk by chunk, each just before it is sent, while it is in the core's
+ * cache; the checksum then follows the payload. */
 int pump_send(int fd, const hash_api *h, const layout *l, uint64_t sync, const uint64_t *index, int64_t n, int64_t *next,
               progress *p) {
-    struct iovec parts[IOV + 1];
+    struct iovec parts[IOV + 2];
     while (*next < n) {
         uint64_t k = index[*next], size = size_of(l, k);
-        if (p->at == 0) make_header(h, p->header, BUCKET, 0, sync, size, k, 0, checksum_of(h, l, k));
-        while (p->at < HEADER + size) {
-            int count = 0;
-            if (p->at < HEADER) {
-                parts[0].iov_base = p->header + p->at;
-                parts[0].iov_len = HEADER - p->at;
-                count = 1;
+        if (p->at == 0) {
+            int known = __atomic_load_n(&l->state[k], __ATOMIC_ACQUIRE) == KNOWN;
+            make_header(h, p->header, BUCKET, known ? 0 : TRAILER, sync, size, k, 0, known ? l->checksum[k] : 0);
+            h->reset(h->state);
+            p->hashed = known ? size : 0;
+        }
+        uint64_t trailer = p->header[5] & TRAILER ? 8 : 0, total = HEADER + size + trailer;
+        while (p->at < total) {
+            uint64_t at = p->at < HEADER ? 0 : p->at - HEADER; /* in the payload, then in the trailer */
+            if (trailer && at == p->hashed && at < size) {
+                uint64_t count = size - at < CHUNK ? size - at : CHUNK;
+                hash_range(h, l, k, at, count);
+                p->hashed += count;
+                if (p->hashed == size) {
+                    l->checksum[k] = h->digest(h->state);
+                    store64(p->trailer, l->checksum[k]);
+                    __atomic_store_n(&l->state[k], KNOWN, __ATOMIC_RELEASE);
+                }
             }
-            count += remaining(l, k, p->at < HEADER ? 0 : p->at - HEADER, parts + count);
+            int count = 0;
+            if (p->at < HEADER) parts[count++] = (struct iovec){p->header + p->at, HEADER - p->at};
+            if (at < p->hashed) count += remaining(l, k, at, p->hashed - at, parts + count);
+            uint64_t queued = at;
+            for (int i = p->at < HEADER; i < count; i++) queued += parts[i].iov_len;
+            if (trailer && p->hashed == size && queued >= size)
+                parts[count++] = (struct iovec){p->trailer + (queued - size), 8 - (queued - size)};
             struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
             ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
             if (sent < 0) {
@@ -160,16 +183,27 @@ static int write_all(int fd, const uint8_t *bytes, uint64_t size) {
     return DONE;
 }
 
-static int read_payload(int fd, const layout *l, progress *p) {
+/* Read a bucket in chunks that are still in the core's cache when they are hashed. */
+static int read_payload(int fd, const hash_api *h, const layout *l, progress *p) {
     struct iovec parts[IOV];
-    uint64_t size = size_of(l, p->bucket);
-    while (p->at < size) {
-        struct msghdr message = {.msg_iov = parts, .msg_iovlen = remaining(l, p->bucket, p->at, parts)};
+    uint64_t size = size_of(l, p->bucket), total = size + (p->header[5] & TRAILER ? 8 : 0);
+    if (p->at == 0) h->reset(h->state);
+    while (p->at < total) {
+        int n = p->at < size ? remaining(l, p->bucket, p->at, CHUNK - p->at % CHUNK, parts) : 0;
+        uint64_t queued = p->at;
+        for (int i = 0; i < n; i++) queued += parts[i].iov_len;
+        if (queued >= size && queued < total)
+            parts[n++] = (struct iovec){p->trailer + (queued - size), total - queued};
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = n};
         ssize_t count = recvmsg(fd, &message, MSG_WAITALL);
         if (count == 0) return CLOSED;
         if (count < 0) {
             if (errno == EINTR) continue;
             return errno == EAGAIN || errno == EWOULDBLOCK ? TICK : errno;
+        }
+        if (p->at < size) {
+            uint64_t here = (uint64_t)count < size - p->at ? (uint64_t)count : size - p->at;
+            hash_range(h, l, p->bucket, p->at, here);
         }
         p->at += count;
     }
@@ -194,7 +228,7 @@ int pump_receive(int fd, const hash_api *h, layout *l, uint64_t sync, const ring
             int flags = p->header[5] | p->header[6] << 8;
             uint32_t meta;
             memcpy(&meta, p->header + 40, 4);
-            if (memcmp(p->header, "VFLF", 4) || p->header[4] != BUCKET || (flags & ~IN_RING) || meta ||
+            if (memcmp(p->header, "VFLF", 4) || p->header[4] != BUCKET || (flags & ~(IN_RING | TRAILER)) || flags == (IN_RING | TRAILER) || meta ||
                 load64(p->header + 8) != sync)
                 return STRANGE;
             if (load64(p->header + 56) != hash_bytes(h, p->header, 56)) return BAD_HEADER;
@@ -220,8 +254,9 @@ int pump_receive(int fd, const hash_api *h, layout *l, uint64_t sync, const ring
             make_header(h, release, RELEASE, 0, sync, 0, slot, 0, 0);
             if (found == expected && (code = write_all(fd, release, HEADER)) != DONE) return code;
         } else {
-            if ((code = read_payload(fd, l, p)) != DONE) return code;
-            found = hash_parts(h, l, k);
+            if ((code = read_payload(fd, h, l, p)) != DONE) return code;
+            found = h->digest(h->state);
+            if (p->header[5] & TRAILER) expected = load64(p->trailer);
         }
         if (found != expected) return DAMAGED;
         p->at = 0;

@@ -62,6 +62,8 @@ class Progress(ctypes.Structure):
         ("header", ctypes.c_ubyte * 64),
         ("at", ctypes.c_uint64),
         ("bucket", ctypes.c_uint64),
+        ("hashed", ctypes.c_uint64),
+        ("trailer", ctypes.c_ubyte * 8),
         ("inside", ctypes.c_int32),
         ("unused", ctypes.c_int32),
     ]
