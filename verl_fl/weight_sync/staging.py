@@ -78,8 +78,7 @@ class Staging:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream: Any = None
         if self._module is not None and hasattr(self._module, "Stream"):
-            with torch.device(device):
-                self._stream = self._module.Stream()
+            self._stream = self._module.Stream(device=device)  # in whichever thread: their current devices differ
         self._free = collections.deque(Slot(self, self._memory()) for _ in range(num_slots))
         self._changed = threading.Condition()
 
@@ -107,7 +106,7 @@ class Staging:
             work()
             self._module.synchronize()
             return None
-        caller = self._module.current_stream()
+        caller = self._module.current_stream(self.device)
         self._stream.wait_stream(caller)
         with self._module.stream(self._stream):
             work()
