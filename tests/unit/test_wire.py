@@ -101,11 +101,11 @@ def test_hosts_form_a_chain_with_the_fastest_first_and_feed_their_own():
 
 
 def test_a_small_model_for_many_hosts_takes_a_tree_and_a_large_one_a_chain():
-    receivers = [_seen(str(k)) for k in range(7)]
+    receivers = [_seen(str(k)) for k in range(15)]
     chain = _parents(receivers)
-    assert chain == {"0": None, **{str(k): str(k - 1) for k in range(1, 7)}}
+    assert chain == {"0": None, **{str(k): str(k - 1) for k in range(1, 15)}}
     tree = _parents(receivers, num_bytes=1 << 20)
-    assert tree == {"0": None, "1": "0", "2": "0", "3": "1", "4": "1", "5": "2", "6": "2"}
+    assert tree == {"0": None, **{str(k): str((k - 1) // 2) for k in range(1, 15)}}
     assert set(_parents(receivers, topology="star").values()) == {None}
 
 
