@@ -17,6 +17,7 @@ from verl_fl.patches import (
     resources,
     reward,
     threads,
+    weights,
 )
 from verl_fl.patches.ledger import LEDGER, Ledger, Patch
 
@@ -40,4 +41,5 @@ __all__ = [
     "resources",
     "reward",
     "threads",
+    "weights",
 ]

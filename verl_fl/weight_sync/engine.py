@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class FLCheckpointEngine(CheckpointEngine):
         delta: send only what changed since the last sync. One copy of the weights in host memory on each end.
         on_failure: after a failed sync the rollout keeps the ``old`` weights (each receiver then holds a copy), or is
             ``paused``: it refuses requests, with the reason, until a sync succeeds.
+        lora: a LoRA model's ``adapter`` alone, with its config, or the ``merged`` weights.
         lanes: sockets of each tcp or unix edge.
         bucket_bytes: what travels at once.
         ports: ``[first, last]``: where receivers may listen; None: anywhere.
@@ -55,6 +56,7 @@ class FLCheckpointEngine(CheckpointEngine):
         topology: str = "auto",
         delta: bool = False,
         on_failure: str = "paused",
+        lora: str = "adapter",
         lanes: int = 2,
         bucket_bytes: int = BUCKET_BYTES,
         ports: Any = None,
@@ -62,15 +64,9 @@ class FLCheckpointEngine(CheckpointEngine):
         sync_limit_s: float = 1800.0,
     ) -> None:
         check_bucket_size(bucket_size)
-        if on_failure not in ("paused", "old"):
-            raise ValueError(
-                explain(
-                    "what is the rollout to do after a failed sync?",
-                    asked=f"{_KEY}.engine_kwargs.fl.on_failure={on_failure!r}",
-                    legal="paused, old",
-                )
-            )
-        self.is_master, self.bucket_size = is_master, bucket_size
+        _choice("what is the rollout to do after a failed sync?", "on_failure", on_failure, ("paused", "old"))
+        _choice("what is sent of a LoRA model?", "lora", lora, ("adapter", "merged"))
+        self.is_master, self.bucket_size, self.lora = is_master, bucket_size, lora
         limits = {"timeout_s": float(timeout_s), "sync_limit_s": float(sync_limit_s)}
         self._for_both: dict[str, Any] = {"lanes": lanes, "delta": bool(delta), **limits}
         self._for_sender: dict[str, Any] = {
@@ -138,8 +134,13 @@ class FLCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         """Nothing to give back: what stays open makes the next sync fast, and costs a few buckets of memory."""
 
-    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
+    async def send_weights(
+        self, weights: Any, global_steps: int | None = None, about: dict[str, Any] | None = None
+    ) -> dict[str, float]:
         """Send this rank's share, drawing the generator in lockstep with the other ranks.
+
+        Args:
+            about: see :meth:`Sender.send`.
 
         Returns:
             Metrics under ``weight_sync/``; empty but on rank 0.
@@ -151,10 +152,10 @@ class FLCheckpointEngine(CheckpointEngine):
         version = -1 if global_steps is None else global_steps
         if hasattr(weights, "__aiter__"):
             loop = asyncio.get_running_loop()
-            report = await asyncio.to_thread(_on_device_of(self._sender.send), _drawn(weights, loop), version)
+            report = await asyncio.to_thread(_on_device_of(self._sender.send), _drawn(weights, loop), version, about)
         else:
             # In this thread: it has the device, the grad mode and whatever else the generator relies on.
-            report = self._sender.send(weights, version)
+            report = self._sender.send(weights, version, about)
         if not self.is_master:
             return {}
         logger.info("weight sync: %s", report)
@@ -169,8 +170,35 @@ class FLCheckpointEngine(CheckpointEngine):
         Raises:
             SyncError: it is not, or other weights came than those that were announced.
         """
+        weights, _ = await self.receive_with_about(global_steps)
+        async for item in weights:
+            yield item
+
+    async def receive_with_about(
+        self, global_steps: int | None = None
+    ) -> tuple[AsyncIterator[tuple[str, torch.Tensor]], dict[str, Any]]:
+        """As :meth:`receive_weights`, and what the sender said of the weights; returns when the first has come."""
         assert self._receiver is not None
         stream = self._receiver.stream(self._for_both["timeout_s"] + self._for_both["sync_limit_s"])
+        items = self._items(stream, -1 if global_steps is None else global_steps)
+        first = await anext(items, _NEXT)
+
+        async def all_items() -> AsyncIterator[tuple[str, torch.Tensor]]:
+            try:
+                if first is not _NEXT:
+                    yield first  # type: ignore[misc]
+                async for item in items:
+                    yield item
+            finally:
+                await items.aclose()
+
+        return all_items(), self._receiver.about
+
+    async def _items(
+        self, stream: Generator[tuple[str, torch.Tensor], None, None], version: int
+    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """The receiver's stream, drawn in a thread so that this loop stays free."""
+        assert self._receiver is not None
         drawn: asyncio.Future[Any] | None = None
         try:
             while True:
@@ -183,10 +211,9 @@ class FLCheckpointEngine(CheckpointEngine):
                 self._receiver.abort("the rollout stopped taking the weights")
                 await asyncio.wait([drawn])
             await asyncio.to_thread(stream.close)
-        expected = -1 if global_steps is None else global_steps
-        if self._receiver.version != expected:
+        if self._receiver.version != version:
             raise SyncError(
-                f"version {self._receiver.version} came where {expected} was announced",
+                f"version {self._receiver.version} came where {version} was announced",
                 phase="commit",
                 peer=self._receiver.address,
             )
@@ -211,6 +238,11 @@ def check_bucket_size(bucket_size: int) -> None:
                 fix="256 suits most models",
             )
         )
+
+
+def _choice(problem: str, name: str, asked: str, legal: tuple[str, ...]) -> None:
+    if asked not in legal:
+        raise ValueError(explain(problem, asked=f"{_KEY}.engine_kwargs.fl.{name}={asked!r}", legal=", ".join(legal)))
 
 
 def _drawn(weights: Any, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[str, torch.Tensor]]:

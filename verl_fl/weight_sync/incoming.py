@@ -131,6 +131,7 @@ class Incoming:
             self._ranks[link.hello.rank], self._begins[link.hello.rank] = link, begin
             limit = min(limit, time.monotonic() + self._receiver.timeout_s)
         self.sync = self._begins[0]["sync"]
+        self._receiver.about = self._begins[0].get("about", {})
         versions = {begin["version"] for begin in self._begins.values()}
         if len(versions) > 1:
             raise SyncError(f"the sender's ranks send versions {sorted(versions)}", phase="begin")
@@ -660,6 +661,10 @@ def _checked(begin: dict[str, Any], link: Link) -> dict[str, Any]:
     for name, kind in (("ranks", int), ("version", int), ("base", int), ("sync", int)):
         if not isinstance(begin.get(name), kind) or isinstance(begin[name], bool):
             raise BadFrame(f"a beginning without its {name}", phase="begin", peer=link.peer)
-    if not 0 < begin["ranks"] <= MAX_RANKS or not 0 <= begin["sync"] < 1 << 63:
+    if (
+        not isinstance(begin.get("about", {}), dict)
+        or not 0 < begin["ranks"] <= MAX_RANKS
+        or not 0 <= begin["sync"] < 1 << 63
+    ):
         raise BadFrame("a beginning that makes no sense", phase="begin", peer=link.peer)
     return begin

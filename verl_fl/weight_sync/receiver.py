@@ -79,6 +79,8 @@ class Receiver:
         """Of the weights that are here; -1: none."""
         self.base = 0
         """Number of the sync whose result lies here; 0: nothing that a delta could start from."""
+        self.about: dict[str, Any] = {}
+        """What the sender of the last sync said of its weights."""
         self.speed = 0.0
         self.kept = Kept()
         self.events: queue.Queue[tuple[Link, Any]] = queue.Queue()

@@ -127,13 +127,14 @@ class Sender:
             raise ValueError(explain("a receiver is named twice", asked=", ".join(addresses)))
         self._addresses = list(addresses)
 
-    def send(self, weights: Weights, version: int = 0) -> Report:
+    def send(self, weights: Weights, version: int = 0, about: dict[str, Any] | None = None) -> Report:
         """Send a model to all receivers; returns when each of them has confirmed every byte.
 
         Args:
             weights: a mapping of names to tensors, which must not change meanwhile, or an iterable of pairs. What lies
                 in plain host memory is sent from where it is.
             version: of the model, 0 or more; receivers report it.
+            about: what else receivers are to know of these weights, as JSON can say it; see :attr:`Receiver.about`.
 
         Raises:
             SyncError: a receiver failed or can't be reached; all receivers were told, and the next sync may be tried.
@@ -143,7 +144,7 @@ class Sender:
             raise ValueError(explain("there is no receiver to send to", fix="set `addresses`"))
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this sender is in a sync already; send() does one at a time")
-        sync = _Outgoing(self, version)
+        sync = _Outgoing(self, version, about or {})
         try:
             return sync.run(weights)
         except BaseException as error:
@@ -209,8 +210,8 @@ class Sender:
 class _Outgoing:
     """The state of one sync."""
 
-    def __init__(self, sender: Sender, version: int) -> None:
-        self._sender, self._version = sender, version
+    def __init__(self, sender: Sender, version: int, about: dict[str, Any]) -> None:
+        self._sender, self._version, self._about = sender, version, about
         self._sync = secrets.randbits(62) + 1
         self._begin = time.perf_counter()
         self._deadline = time.monotonic() + sender.sync_limit_s
@@ -227,7 +228,13 @@ class _Outgoing:
         self._links = sender._connect()
         for link in self._links.values():
             link.deadline = self._deadline
-        body = {"ranks": sender.num_ranks, "version": self._version, "base": sender._base, "sync": self._sync}
+        body: dict[str, Any] = {
+            "ranks": sender.num_ranks,
+            "version": self._version,
+            "base": sender._base,
+            "sync": self._sync,
+        }
+        body["about"] = self._about
         self._tell(BEGIN, body)
         states = self._agree() if sender.rank == 0 else self._follow()
         source = Source(
