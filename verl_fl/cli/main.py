@@ -122,6 +122,13 @@ def doctor(
             metavar="machine|platform", help="This field alone, at once: neither torch nor verl nor a plugin is loaded."
         ),
     ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="listen|ADDRESS",
+            help="Measure instead how fast weights travel: 'listen' on one node says what to run on the other.",
+        ),
+    ] = None,
 ) -> None:
     """Say what is installed, which chip this is and why, what verl-fl changes in verl, and what is missing.
 
@@ -132,6 +139,10 @@ def doctor(
         from verl_fl.cli import audit_view
 
         raise typer.Exit(audit_view.run(as_json=as_json))
+    if link is not None:
+        from verl_fl.weight_sync import probe
+
+        raise typer.Exit(probe.main(["--listen"] if link == "listen" else ["--to", link]))
     from verl_fl.cli import doctor as command
 
     raise typer.Exit(command.run(as_json=as_json, only=only))
