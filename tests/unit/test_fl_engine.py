@@ -218,3 +218,40 @@ def test_an_option_that_is_none_of_its_values_is_refused_at_once(kwargs, message
 def test_a_bucket_of_no_bytes_is_refused_with_the_key_to_change():
     with pytest.raises(ValueError, match="update_weights_bucket_megabytes=0"):
         FLCheckpointEngine(0)
+
+
+class Replica:
+    """Counts how often it may not answer; giving up in the middle of a sync is what it does best."""
+
+    def __init__(self):
+        self.paused, self.asleep = False, False
+
+    async def abort_all_requests(self, reject_request=False):
+        self.paused = True
+
+    async def release_kv_cache(self):
+        self.asleep = True
+        raise RuntimeError("this replica is gone")
+
+    async def resume_kv_cache(self):
+        self.asleep = False
+
+    async def resume_generation(self):
+        self.paused = False
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_replicas_answer_again_after_a_failed_sync(monkeypatch, in_a_loop):
+    manager = object.__new__(base.CheckpointEngineManager)
+    manager.backend, manager.replicas, manager.actor_wg = "fl", [Replica(), Replica()], None
+    for replica in manager.replicas:
+        replica.workers = []
+    monkeypatch.setattr(base, "RayWorkerGroup", lambda **_: None)
+    monkeypatch.setattr(base, "RayClassWithInitArgs", lambda **_: None)
+
+    async def in_loop():
+        await manager.update_weights(global_steps=3)
+
+    with pytest.raises(RuntimeError, match="this replica is gone"):
+        asyncio.run(in_loop()) if in_a_loop else manager.update_weights(global_steps=3)
+    assert not any(replica.paused or replica.asleep for replica in manager.replicas)

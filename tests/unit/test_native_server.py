@@ -161,3 +161,18 @@ def test_a_replica_of_several_processes_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="is one process") as error:
         replica.NativeReplica()
     assert "rollout.tensor_model_parallel_size=2" in str(error.value)
+
+
+async def test_an_update_whose_rest_will_not_come_is_ended_and_requests_hear_why(make):
+    server = make()
+    weights = wire(tiny_model("llama").state_dict())
+    await server.start_weight_update(4)
+    await server.put_weights(weights[:2])
+    await server.fail_weight_update("SyncError: the trainer is gone")
+    with pytest.raises(RuntimeError, match="the trainer is gone"):
+        await asyncio.wait_for(server.generate([1, 2, 3], {"max_tokens": 2}, "r"), 5)
+    await server.fail_weight_update("again")  # nothing is left to end
+    await server.start_weight_update(5)
+    await server.put_weights(weights)
+    await server.finish_weight_update()
+    assert server.global_steps == 5

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from verl_fl.patches.ledger import patch
+
+logger = logging.getLogger("verl_fl.weight_sync")
 
 
 @patch(
@@ -63,6 +67,33 @@ def adapter_to_the_server(original: Callable) -> Callable:
             more = bool(about.get("more"))
 
     return update_weights
+
+
+@patch(
+    target="verl.checkpoint_engine.base:CheckpointEngineManager.update_weights",
+    why="a sync that fails leaves every replica paused, and its requests waiting, for as long as the job lives",
+    reference="case stays-paused; verl/checkpoint_engine/base.py",
+    remove_when="update_weights resumes its replicas after a failure too",
+)
+def replicas_answer_after_a_failed_sync(original: Callable) -> Callable:
+    from verl.utils.ray_utils import auto_await
+
+    async def update_weights(self: Any, global_steps: int | None = None) -> Any:
+        try:
+            found = original(self, global_steps=global_steps)
+            return await found if inspect.isawaitable(found) else found
+        except Exception:
+            # Whether they then generate or refuse is for each to say: it knows which weights it has.
+            for resume in (self.resume_kv_cache_replicas, self.resume_generation_replicas):
+                try:
+                    found = resume()
+                    if inspect.isawaitable(found):
+                        await found
+                except Exception as error:
+                    logger.warning("weight sync: after a failed sync a replica could not be resumed: %s", error)
+            raise
+
+    return functools.wraps(original)(auto_await(update_weights))
 
 
 def _merged(engine: Any) -> Any:

@@ -65,13 +65,18 @@ class ServerAdapter(BaseRollout):
         lora = _plain(peft_config) if peft_config is not None and base_sync_done else None
         limit_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         await self.server.start_weight_update.remote(None if peft_config and lora is None else global_steps, lora)
-        pending: list[Any] = []
-        async for bucket in self._buckets(weights, limit_bytes):
-            pending.append(self.server.put_weights.remote(bucket))
-            if len(pending) > 2:  # bounds the memory in flight
-                await pending.pop(0)
-        for reference in pending:
-            await reference
+        try:
+            pending: list[Any] = []
+            async for bucket in self._buckets(weights, limit_bytes):
+                pending.append(self.server.put_weights.remote(bucket))
+                if len(pending) > 2:  # bounds the memory in flight
+                    await pending.pop(0)
+            for reference in pending:
+                await reference
+        except BaseException as error:
+            # Else the server's engine would wait for the rest, and its requests with it.
+            await self.server.fail_weight_update.remote(f"{type(error).__name__}: {error}")
+            raise
         await self.server.finish_weight_update.remote()
 
     async def _buckets(self, weights: Any, limit_bytes: int) -> AsyncIterator[list[WireTensor]]:

@@ -218,7 +218,7 @@ class NativeServer:
     async def start_weight_update(self, version: int | None, lora_config: dict | None = None) -> None:
         """Begin an update; buckets follow through :meth:`put_weights`, then :meth:`finish_weight_update`."""
         if self._update is not None:
-            await self._abandon_update()
+            await self.fail_weight_update("the sender started another update before it had ended this one")
         self._updates = queue.Queue(maxsize=2)
         stream = _drain(self._updates)
         if lora_config is None:
@@ -262,11 +262,12 @@ class NativeServer:
         if self._update_version is not None:
             self.global_steps = self._update_version
 
-    async def _abandon_update(self) -> None:
-        """A sender that died left a half update behind; the engine says so until a full one arrives."""
-        assert self._update is not None
+    async def fail_weight_update(self, reason: str) -> None:
+        """End an update whose rest will not come; the engine answers again, and says why its weights are no whole."""
+        if self._update is None:
+            return
         with contextlib.suppress(Exception):
-            await self._put(RuntimeError("the sender started another update before it had ended this one"))
+            await self._put(RuntimeError(reason))
         await asyncio.gather(self._update, return_exceptions=True)
         self._update = self._updates = None
 
