@@ -6,6 +6,9 @@ peer; a :class:`RingEdge` writes it once into shared memory that all its peers o
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import queue
 import threading
 import time
@@ -279,15 +282,41 @@ class RingEdge(Edge):
                 self._fill(bucket.ready(delta=delta), self._links[delta])
 
     def _send_run(self, lane: int, run: Run) -> None:
-        hasher = pump.Hasher()
-        for index in run.buckets:
-            slot = self._slot()
-            view = self._ring.slot(slot)
-            checksum = pump.gather(hasher, run.layout, index, view)
-            view.release()
-            self._announce(
-                slot, Frame(BUCKET, self.sync, run.layout.size(index), index, checksum=checksum), self._links[0]
-            )
+        links = self._links[0]
+        with contextlib.ExitStack() as stack:
+            fds = (ctypes.c_int * len(links))(*(stack.enter_context(link.own_descriptor()) for link in links))
+            hasher = pump.Hasher()
+            for index in run.buckets:
+                if not self._free:
+                    self._collect_run(fds, hasher)
+                slot = self._free.pop()
+                view = self._ring.slot(slot)
+                pump.gather(hasher, run.layout, index, view)
+                view.release()
+                self._readers[slot] = links
+                code = pump.announce(fds, hasher, run.layout, self.sync, index, slot)
+                if code != pump.DONE:
+                    raise SyncError(f"a reader of shared memory is gone: {os.strerror(code)}", phase="buckets")
+                self.sent_bytes += run.layout.size(index)
+            while self._readers:
+                self._collect_run(fds, hasher)
+
+    def _collect_run(self, fds: Any, hasher: pump.Hasher) -> None:
+        """As :meth:`_collect`, by a compiled loop."""
+        slot, links = next(iter(self._readers)), self._links[0]
+        progress = pump.Progress()
+        before = (-1, -1)
+        while (code := pump.collect(fds, hasher, self.sync, slot, progress)) != pump.DONE:
+            link = links[progress.bucket]
+            if code == pump.CLOSED:
+                raise SyncError("the peer closed the connection", phase="wait", peer=link.peer)
+            if code == pump.STRANGE:
+                raise SyncError(
+                    f"another frame came where slot {slot} was to be released", phase="buckets", peer=link.peer
+                )
+            before = link.pumped(code, before, (progress.bucket, progress.at), "released no shared memory")
+        del self._readers[slot]
+        self._free.append(slot)
 
     def _fill(self, bucket: Bucket, links: Sequence[Link]) -> None:
         slot = self._slot()

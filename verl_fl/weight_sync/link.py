@@ -210,11 +210,11 @@ class Link:
         progress, at = pump.Progress(), ctypes.c_int64()
         index = (ctypes.c_uint64 * len(buckets))(*buckets)
         before = (-1, -1)
-        with self._own_descriptor() as fd:
+        with self.own_descriptor() as fd:
             hasher = pump.Hasher()
             while at.value < len(buckets):
                 code = pump.send(fd, hasher, layout, sync, index, min(len(buckets), at.value + _RUN), at, progress)
-                before = self._pumped(code, before, (at.value, progress.at), "took no more bytes")
+                before = self.pumped(code, before, (at.value, progress.at), "took no more bytes")
 
     def receive_buckets(
         self, layout: pump.Layout, sync: int, ring: Ring | None, moved: Callable[[int], bool]
@@ -235,7 +235,7 @@ class Link:
         progress, got = pump.Progress(), ctypes.c_int64()
         memory = ring.describe() if ring is not None else (0, 0, 0)
         before = (-1, -1)
-        with self._own_descriptor() as fd:
+        with self.own_descriptor() as fd:
             hasher = pump.Hasher()
             while True:
                 got.value = 0
@@ -252,9 +252,9 @@ class Link:
                     raise SyncError("the peer closed the connection", phase="wait", peer=self.peer)
                 idle = code == pump.TICK and not progress.inside and not progress.at
                 now = (-1, -1) if idle else (progress.bucket, progress.at)
-                before = self._pumped(code, (-2, -2) if idle else before, now, "sent nothing more")
+                before = self.pumped(code, (-2, -2) if idle else before, now, "sent nothing more")
 
-    def _pumped(self, code: int, before: tuple[int, int], now: tuple[int, int], what: str) -> tuple[int, int]:
+    def pumped(self, code: int, before: tuple[int, int], now: tuple[int, int], what: str) -> tuple[int, int]:
         """After a loop has returned: its error, or its limits."""
         if code > 0:
             raise self._broken(OSError(code, os.strerror(code)))
@@ -264,7 +264,7 @@ class Link:
         return now
 
     @contextlib.contextmanager
-    def _own_descriptor(self) -> Iterator[int]:
+    def own_descriptor(self) -> Iterator[int]:
         """One that :meth:`close` does not close: its number can't be another file's while a loop uses it."""
         try:
             fd = os.dup(self._sock.fileno())

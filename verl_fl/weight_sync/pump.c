@@ -281,3 +281,28 @@ uint64_t pump_gather(const hash_api *h, const layout *l, uint64_t k, uint8_t *to
     }
     return l->checksum[k];
 }
+
+/* Tell `n` readers that a slot of the ring is full. */
+int pump_announce(const int *fds, int n, const hash_api *h, const layout *l, uint64_t sync, uint64_t k, uint64_t slot) {
+    uint8_t header[HEADER];
+    make_header(h, header, BUCKET, IN_RING, sync, 0, k, slot << 32 | size_of(l, k), l->checksum[k]);
+    for (int i = 0; i < n; i++) {
+        int code = write_all(fds[i], header, HEADER);
+        if (code != DONE) return code;
+    }
+    return DONE;
+}
+
+/* Read one release of `slot` from each of `n` readers; p->bucket counts those that have given it. */
+int pump_collect(const int *fds, int n, const hash_api *h, uint64_t sync, uint64_t slot, progress *p) {
+    while (p->bucket < (uint64_t)n) {
+        int code = read_some(fds[p->bucket], p->header, HEADER, &p->at);
+        if (code != DONE) return code;
+        if (memcmp(p->header, "VFLF", 4) || p->header[4] != RELEASE || load64(p->header + 8) != sync ||
+            load64(p->header + 24) != slot || load64(p->header + 56) != hash_bytes(h, p->header, 56))
+            return STRANGE;
+        p->at = 0;
+        p->bucket++;
+    }
+    return DONE;
+}

@@ -81,6 +81,8 @@ def kernel() -> tuple[ctypes.CDLL | None, str]:
     pointer, i64, u64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
     library.pump_send.argtypes = [ctypes.c_int, pointer, pointer, u64, pointer, i64, pointer, pointer]
     library.pump_receive.argtypes = [ctypes.c_int, pointer, pointer, u64, pointer, i64, pointer, pointer]
+    library.pump_announce.argtypes = [pointer, ctypes.c_int, pointer, pointer, u64, u64, u64]
+    library.pump_collect.argtypes = [pointer, ctypes.c_int, pointer, u64, u64, pointer]
     library.pump_mark.argtypes, library.pump_mark.restype = [pointer, u64, u64], None
     library.pump_gather.argtypes = [pointer, pointer, u64, pointer]
     library.pump_gather.restype = u64
@@ -242,3 +244,22 @@ def gather(hasher: Hasher, layout: Layout, bucket: int, to: memoryview) -> int:
     assert library is not None
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(to))
     return library.pump_gather(ctypes.byref(hasher.api), ctypes.byref(layout.struct), bucket, address)
+
+
+def announce(fds: Any, hasher: Hasher, layout: Layout, sync: int, bucket: int, slot: int) -> int:
+    """Tell the readers at the sockets ``fds``, an array of int, that a slot holds a bucket; DONE or an errno."""
+    library = kernel()[0]
+    assert library is not None
+    ref = ctypes.byref
+    return library.pump_announce(fds, len(fds), ref(hasher.api), ref(layout.struct), sync, bucket, slot)
+
+
+def collect(fds: Any, hasher: Hasher, sync: int, slot: int, progress: Progress) -> int:
+    """Wait until the readers at ``fds`` have released a slot; ``progress.bucket`` counts them.
+
+    Returns:
+        DONE, TICK, CLOSED, STRANGE (another frame came), or an errno; all but DONE at reader ``progress.bucket``.
+    """
+    library = kernel()[0]
+    assert library is not None
+    return library.pump_collect(fds, len(fds), ctypes.byref(hasher.api), sync, slot, ctypes.byref(progress))
