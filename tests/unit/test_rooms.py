@@ -38,6 +38,15 @@ def test_platform_imports_torch_and_the_standard_library_only(path):
     assert not third_party
 
 
+BRIDGES = ("engine.py", "gloo_engine.py")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "weight_sync").glob("*.py")), ids=lambda path: path.name)
+def test_weight_sync_needs_torch_and_xxhash_only_but_for_its_bridges_to_verl(path):
+    third_party = imported_modules(path) - set(sys.stdlib_module_names) - {"torch", "xxhash", "verl_fl"}
+    assert third_party == ({"ray", "verl"} if path.name in BRIDGES else set())
+
+
 # The patches quote verl's own text, which names vendors; they hold no branch on one.
 NAMELESS = [path for path in FILES if path.relative_to(ROOT).parts[0] not in ("platform", "patches")]
 
