@@ -19,7 +19,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl_fl._errors import explain
 from verl_fl.weight_sync._errors import SyncError
 from verl_fl.weight_sync.receiver import Receiver
-from verl_fl.weight_sync.sender import BUCKET_BYTES, Sender
+from verl_fl.weight_sync.sender import BUCKET_BYTES, DELTA_BUCKET_BYTES, Sender
 
 logger = logging.getLogger("verl_fl.weight_sync")
 
@@ -41,7 +41,7 @@ class FLCheckpointEngine(CheckpointEngine):
             ``paused``: it refuses requests, with the reason, until a sync succeeds.
         lora: a LoRA model's ``adapter`` alone, with its config, or the ``merged`` weights.
         lanes: sockets of each tcp or unix edge.
-        bucket_bytes: what travels at once.
+        bucket_bytes: what travels at once; None: 1 MiB, with deltas 4 MiB.
         ports: ``[first, last]``: where receivers may listen; None: anywhere.
         timeout_s: limit of each wait for a peer that makes no progress.
         sync_limit_s: limit of one sync.
@@ -58,12 +58,14 @@ class FLCheckpointEngine(CheckpointEngine):
         on_failure: str = "paused",
         lora: str = "adapter",
         lanes: int = 2,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         ports: Any = None,
         timeout_s: float = 60.0,
         sync_limit_s: float = 1800.0,
     ) -> None:
         check_bucket_size(bucket_size)
+        if bucket_bytes is None:
+            bucket_bytes = DELTA_BUCKET_BYTES if delta else BUCKET_BYTES
         _choice("what is the rollout to do after a failed sync?", "on_failure", on_failure, ("paused", "old"))
         _choice("what is sent of a LoRA model?", "lora", lora, ("adapter", "merged"))
         self.is_master, self.bucket_size, self.lora = is_master, bucket_size, lora

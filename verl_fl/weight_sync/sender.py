@@ -52,8 +52,8 @@ from verl_fl.weight_sync.staging import Staging
 
 logger = logging.getLogger("verl_fl.weight_sync")
 
-BUCKET_BYTES = 1 << 20
-"""Stays in a core's cache between the checksum and the socket."""
+BUCKET_BYTES, DELTA_BUCKET_BYTES = 1 << 20, 4 << 20
+"""Small enough to overlap the stages; of a delta little is left to overlap, and each bucket has its price."""
 
 _ENTRIES_A_FRAME = 8192
 _DELTA_HEAD, _DELTA_PIECE = struct.Struct("<Q"), struct.Struct("<BI")
@@ -70,7 +70,7 @@ class Sender:
         transport: ``auto``, ``tcp``, ``unix`` or ``shm`` for all edges, or a mapping from an address to one of them.
         topology: ``auto``, ``chain``, ``tree`` or ``star``: who passes weights on to whom.
         lanes: sockets of each tcp or unix edge.
-        bucket_bytes: of each bucket; a multiple of 64.
+        bucket_bytes: of each bucket, a multiple of 64; None: 1 MiB, with deltas 4 MiB.
         delta: send only what changed to receivers that hold the last sync's weights. Costs a copy of this rank's share
             of the model in host memory.
         timeout_s: limit of every wait for a peer without progress.
@@ -90,11 +90,13 @@ class Sender:
         transport: str | dict[str, str] = "auto",
         topology: str = "auto",
         lanes: int = 2,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         delta: bool = False,
         timeout_s: float = 60.0,
         sync_limit_s: float = 1800.0,
     ) -> None:
+        if bucket_bytes is None:
+            bucket_bytes = DELTA_BUCKET_BYTES if delta else BUCKET_BYTES
         _check(rank, num_ranks, transport, topology, lanes, bucket_bytes)
         self._secret = job_secret(secret)
         self.rank, self.num_ranks = rank, num_ranks
