@@ -24,8 +24,17 @@ install: $(VENV)/.installed  ## Make the virtual environment and install verl-fl
 
 install-dev: $(VENV)/.installed-dev  ## The same, with what the tests and checks need.
 
+# The runs of verl mostly wait for Ray, so the other tests go on beside them. TESTS="..." runs just these, alone.
 test: install-dev  ## Run all tests except those marked slow.
+ifdef TESTS
 	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+else
+	@echo "== tests/e2e runs beside the others; its output follows theirs"
+	@log=$$(mktemp); trap 'kill $$e2e 2> /dev/null; rm -f $$log' EXIT; \
+	$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider tests/e2e > $$log 2>&1 & e2e=$$!; \
+	others=0; $(BIN)/python -m pytest -m "not slow" tests/unit tests/contract || others=$$?; \
+	status=0; wait $$e2e || status=$$?; cat $$log; exit $$((others > status ? others : status))
+endif
 
 soak: install-dev  ## Weight sync for long: 200 random faults, memory over 1,000 syncs, deltas with kills between.
 	$(BIN)/python -m pytest -m slow -s tests/contract/test_weight_sync_faults.py
