@@ -127,8 +127,8 @@ class Edge:
     def __init__(self, sync: int, lanes: int, on_error: Callable[[BaseException], None]) -> None:
         self.sync = sync
         self.busy_s = 0.0
-        self.sent_bytes = 0
         """Seconds its threads spent sending, all together."""
+        self.sent_bytes = 0
         self._on_error = on_error
         self._failed = False
         self._queues: list[queue.Queue[Bucket | Run | None]] = [queue.Queue(DEPTH) for _ in range(lanes)]

@@ -415,13 +415,7 @@ class Incoming:
             self._moved = time.monotonic()
             return False
         if event.kind == ERROR:
-            body = event.json()
-            raise SyncError(
-                f"{link.peer} says: {body.get('error')}",
-                phase=str(body.get("phase") or phase),
-                peer=link.peer,
-                tensor=str(body.get("tensor") or ""),
-            )
+            raise event.as_error(link.peer, phase)
         return True
 
     def _look(self) -> None:

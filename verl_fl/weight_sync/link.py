@@ -86,6 +86,16 @@ class Frame:
             raise BadFrame("a control frame is no object", phase="frame")
         return value
 
+    def as_error(self, peer: str, phase: str) -> SyncError:
+        """What an ERROR frame says, as the error of this end."""
+        body = self.json()
+        return SyncError(
+            f"{peer} says: {body.get('error')}",
+            phase=str(body.get("phase") or phase),
+            peer=peer,
+            tensor=str(body.get("tensor") or ""),
+        )
+
 
 class Link:
     """A connected socket after its handshake.

@@ -68,7 +68,7 @@ class Outlets:
     """Dials data connections once and keeps them, by address and transport.
 
     Args:
-        hello: how this end names itself.
+        session: random, of this end; all its connections carry it.
         lanes: sockets of one tcp or unix edge.
     """
 

@@ -507,13 +507,7 @@ class _Outgoing:
         if link not in self._links.values():
             return
         if isinstance(event, Frame) and event.kind == ERROR:
-            body = event.json()
-            raise SyncError(
-                f"{link.peer} says: {body.get('error')}",
-                phase=str(body.get("phase") or phase),
-                peer=link.peer,
-                tensor=str(body.get("tensor") or ""),
-            )
+            raise event.as_error(link.peer, phase)
         if isinstance(event, BaseException) and not only_said:
             problem = event.problem if isinstance(event, SyncError) else str(event)
             raise SyncError(problem, phase=phase, peer=link.peer) from event
